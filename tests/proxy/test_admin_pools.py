@@ -247,8 +247,10 @@ async def test_the_command(new: SimServer, capsys: pytest.CaptureFixture[str]) -
         )
         assert (code, err) == (0, "")
         code, out, _ = await _run(api, capsys, "list")
-        (line,) = [one for one in out.splitlines() if new.url in one]
-        assert line.split()[-3:] == ["pool", "1", "admin"]
+        lines = [one.rstrip() for one in out.splitlines()]
+        name = new.url.removeprefix("http://")
+        (line,) = [one for one in lines[lines.index("pool pool 1") :] if one.startswith(name)]
+        assert line.split()[-2] == "admin"
         code, out, _ = await _run(api, capsys, "list", "--pool", "pool 1", "--json")
         assert [one["url"] for one in json.loads(out)["engines"]] == [w.engines[1][0].url, new.url]
         code, out, err = await _run(api, capsys, "list", "--pool", "none")

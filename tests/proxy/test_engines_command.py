@@ -7,16 +7,21 @@ import asyncio
 import json
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pdproxy.cli import engines, engines_table
 from pdproxy.cli.admin_client import AdminFailed, printable
+from pdproxy.cli.engine_figures import figures
+from pdproxy.cli.engine_names import short_names
 from pdproxy.cli.main import main
 from pdproxy.fleet import membership, prober
 from pdproxy.fleet.entries import engine_id
 from pdproxy.fleet.member import MemberState
+from pdproxy.observe.recent import RecentRequest
 from tests.fakes.admin import Admin, admin
 from tests.fakes.forked import command, piped
 from tests.fakes.ports import free_port
@@ -30,7 +35,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "LOOK", 0.01)
     monkeypatch.setattr(prober, "MIN_GAP", 0.01)
     monkeypatch.setattr(engines, "LOOK", 0.01)
-    for name in [name for name in os.environ if name.startswith("PDPROXY_")]:
+    for name in [name for name in os.environ if name.startswith(("PDPROXY_", "COLUMNS"))]:
         monkeypatch.delenv(name)
 
 
@@ -65,9 +70,10 @@ async def test_an_engine_comes_and_goes(capsys: pytest.CaptureFixture[str]) -> N
         )
         assert w.proxy.membership.state(new.url) is MemberState.DRAINED
         code, out, _ = await run("list")
-        (line,) = [one for one in out.splitlines() if new.url in one]
-        assert line.split()[:5] == [engine_id(new.url), "decode", new.url, "drained", "draining"]
-        assert "drained by admin" in line
+        (line,) = [one for one in out.splitlines() if one.startswith(name)]
+        assert line.split()[:3] == [name, "decode", "drained"]
+        assert line.split()[-1] == engine_id(new.url)
+        assert f"! {new.url} (decode): drained by admin\n" in out
         assert (await run("undrain", engine_id(new.url), "--wait"))[0] == 0
         assert w.proxy.engines[new.url].in_ledger.available
         code, out, _ = await run("list", "--json")
@@ -310,16 +316,21 @@ async def test_the_live_table(capsys: pytest.CaptureFixture[str]) -> None:
         other = await started(w, "decode", version="9.9")
         await api.post("/engines", {"url": other.url, "role": "decode"})
         await up(w, other)
-        listed = await api.get("/engines")
-    entries = listed["engines"]
-    rows = engines_table.rows(entries)
-    assert [row[1] for row in rows] == ["prefill", "decode", "decode", "decode"]
-    by_url = {row[2]: row for row in rows}
-    assert by_url[other.url][6] == "0 of 1"
-    assert "different versions" in by_url[other.url][-1]
-    answers = [listed, AdminFailed("no connection"), {**listed, "engines": entries[:1]}]
+        listed, recent = await api.get("/engines"), await api.get("/requests")
+    entries = engines_table.in_order(listed["engines"])
+    assert [one["role"] for one in entries] == ["prefill", "decode", "decode", "decode"]
+    rows = {row["engine"]: row for row in engines_table.rows(entries, {}, 60.0)}
+    assert rows[other.url]["pairs"] == "0 of 1"
+    (text,) = engines_table.wrong(entries)
+    assert text.startswith(f"{other.url} (decode): not paired with {w.prefill[0].url}: ")
+    assert "different versions" in text
+    answers: list[AdminFailed | tuple[dict[str, object], dict[str, object]]] = [
+        (listed, recent),
+        AdminFailed("no connection"),
+        ({**listed, "engines": entries[:1]}, recent),
+    ]
 
-    def ask() -> dict[str, object]:
+    def ask() -> tuple[dict[str, object], dict[str, object]]:
         found = answers.pop(0)
         if isinstance(found, AdminFailed):
             raise found
@@ -328,6 +339,138 @@ async def test_the_live_table(capsys: pytest.CaptureFixture[str]) -> None:
     engines_table.watch(ask, 0.001, rounds=3)
     assert "1 engines" in capsys.readouterr().out
     assert answers == []
+
+
+def _entry(url: str, role: str, **fields: object) -> dict[str, object]:
+    return {
+        "id": engine_id(url),
+        "url": url,
+        "pool": "default",
+        "role": role,
+        "source": "settings",
+        "state": "serving",
+        "health": {"state": "up", "reason": None},
+        "load": {"requests": 3, "kv_usage": 0.634},
+        "breaker": {"open_for_s": 0.0},
+        "pairs": {"paired": 1, "not_paired": [], "not_paired_count": 0},
+        "drain": None,
+        **fields,
+    }
+
+
+NO_REQUESTS: dict[str, object] = {"requests": [], "silent_workers": []}
+
+
+def test_80_columns_show_what_is_wrong_first_and_whole(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No word of it is lost, no line is longer, and a pair is told once."""
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "http://vllm-{0}-{1}.vllm-{0}.default.svc.cluster.local:8000"
+    first, second, third = (name.format(*one) for one in (("p", 0), ("p", 1), ("d", 0)))
+    reason = "no connection: " + "the engine has refused the connection " * 4
+    why = "different versions: 0.33.0 and 0.34.1"
+    of_second = {"paired": 0, "not_paired": [{"url": third, "why": why}], "not_paired_count": 1}
+    of_third = {
+        "paired": 0,
+        "not_paired": [{"url": second, "why": why}, {"url": first, "why": "not probed yet"}],
+        "not_paired_count": 2,
+    }
+    listed = {
+        "engines": [
+            _entry(third, "decode", pairs=of_third),
+            _entry(first, "prefill", health={"state": "down", "reason": reason}),
+            _entry(second, "prefill", pairs=of_second),
+        ]
+    }
+    engines_table.show(listed, NO_REQUESTS)
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    told, _, table = out.partition("engine  ")
+    words = " ".join(told.split())
+    assert f"! {first} (prefill): down: {reason.strip()}" in words
+    assert words.count(why) == 1
+    assert "not probed yet" not in words, "who is down is paired with nobody"
+    assert table.split()[:7] == ["role", "state", "requests", "latency", "tokens/s", "KV", "failed"]
+    assert "63%" in table
+
+
+def test_urls_that_are_cut_differ() -> None:
+    """They are cut at a place where all differ; where there is none, they are whole."""
+    urls = [f"http://decode-{number}.engines.example:8000" for number in range(12)]
+    assert short_names(urls, 40) == [url.removeprefix("http://") for url in urls]
+    short = short_names(urls, 19)
+    assert short[0] == "decode-0...ple:8000"
+    assert len(set(short)) == 12
+    assert {len(one) for one in short} == {19}
+    assert len(set(short_names(urls, 14))) == 12
+    alike = [f"http://a.very.long.name.{number}.of.an.engine:8000" for number in range(2)]
+    assert short_names(alike, 14) == [url.removeprefix("http://") for url in alike]
+
+
+def _ended(ended: float, failures: Sequence[object] = (), **fields: object) -> RecentRequest:
+    prompt = {
+        "prefill": "p",
+        "decode": "d",
+        "why_alone": None,
+        "attempts": 1,
+        "tokenize_s": None,
+        "encode_s": None,
+        "prefill_s": 0.2,
+        "first_s": 0.4,
+        "decode_s": 1.0,
+        "whole_s": None,
+        "decision": None,
+        "continued": 0,
+        "pause_s": None,
+    }
+    found = {
+        "id": "x",
+        "ended_s": ended,
+        "phase": None,
+        "method": "POST",
+        "path": "/v1/completions",
+        "model": None,
+        "status": 200,
+        "outcome": "ok",
+        "error": None,
+        "reason": None,
+        "stream": True,
+        "client": None,
+        "key": None,
+        "tenant": None,
+        "queue_s": 0.0,
+        "first_s": 0.6,
+        "total_s": 2.0,
+        "prompt_tokens": 300,
+        "completion_tokens": 60,
+        "prompts": [{**prompt, **fields}],
+        "prompt_count": 1,
+        "failures": failures,
+    }
+    return msgspec.convert(found, RecentRequest)
+
+
+def test_figures_are_those_of_the_last_minute() -> None:
+    """The median latency of a role's leg, the tokens of what has ended, the legs that failed."""
+    failed = {"at_s": 1.5, "engine": "d", "phase": "decode", "error": "500", "retried": True}
+    requests = [
+        _ended(1.0),
+        _ended(2.0, first_s=0.8, prefill_s=0.1),
+        _ended(59.0, [failed, {**failed, "at_s": 0.1}], first_s=9.0),
+        _ended(61.0, [failed]),
+        _ended(3.0, decode="whole", prefill=None, first_s=None, whole_s=5.0),
+    ]
+    seconds, found = figures(requests)
+    assert seconds == 60.0
+    assert (found["p"].latency, found["p"].tokens, found["p"].failures) == (0.2, 900, 0)
+    assert (found["d"].latency, found["d"].tokens, found["d"].failures) == (0.8, 180, 1)
+    assert found["whole"].latency == 5.0
+    # More have ended than are kept: the oldest one shows since when.
+    seconds, found = figures([_ended(4.0)] * 256)
+    assert seconds == 4.0
+    (row,) = engines_table.rows([_entry("d", "decode")], found, seconds)
+    assert (row["latency"], row["tokens/s"]) == ("400 ms", "3840")
 
 
 def test_nothing_that_an_engine_says_controls_the_terminal() -> None:

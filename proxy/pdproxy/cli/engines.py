@@ -52,9 +52,9 @@ def add(commands: Commands, summary: str) -> None:
         "list",
         list_engines,
         "show all engines",
-        "Show all engines: state, health, requests, pairs, pool, who has added them, and what is "
-        "wrong; and which part of the prompt tokens of the last 5 minutes one engine has served "
-        "alone.",
+        "Show what is wrong, and all engines: state, requests, latency, tokens per second, KV in "
+        "use, failed legs; in a wide terminal also pairs, who has added them, and their ids; and "
+        "which part of the prompt tokens of the last 5 minutes one engine has served alone.",
         "[--pool NAME] [--watch] [--json]",
         "pdproxy engines list",
         "pdproxy engines list --watch --admin unix:/run/pdproxy/admin.sock",
@@ -238,14 +238,13 @@ def list_engines(client: AdminClient, arguments: argparse.Namespace) -> Any:
     # Imported here: the library of the table takes a while to load.
     from pdproxy.cli import engines_table
 
-    def ask() -> Mapping[str, Any]:
-        found: Mapping[str, Any] = client.ask("GET", path)
-        return found
+    def ask() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        return client.ask("GET", path), client.ask("GET", "/requests")
 
     if arguments.watch:
         engines_table.watch(ask, arguments.interval)
     else:
-        engines_table.show(ask())
+        engines_table.show(*ask())
     return None
 
 
