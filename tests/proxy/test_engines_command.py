@@ -7,8 +7,9 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 import pytest
@@ -251,7 +252,7 @@ def test_which_proxy_is_meant(
     assert main(["engines", "list"]) == 2
     assert capsys.readouterr().err == (
         "pdproxy engines list: no admin API is named: give --admin, or listen.admin in the "
-        "settings\n"
+        "settings (off by default)\n"
     )
     for words, text in (
         (["--admin", "x"], '--admin: "x": expected unix:PATH, HOST:PORT or https://HOST:PORT'),
@@ -267,7 +268,7 @@ def test_which_proxy_is_meant(
     assert main(["engines", "list", "--config", str(path)]) == 1
     assert capsys.readouterr().err == (
         f"pdproxy engines list: unix:{tmp_path}/none.sock: no connection: No such file or "
-        f"directory\n"
+        f"directory: does the proxy run, with listen.admin there?\n"
     )
 
 
@@ -408,7 +409,12 @@ def test_urls_that_are_cut_differ() -> None:
     assert short_names(alike, 14) == [url.removeprefix("http://") for url in alike]
 
 
-def _ended(ended: float, failures: Sequence[object] = (), **fields: object) -> RecentRequest:
+def ended(
+    ended_s: float, prompt_fields: Mapping[str, object] = MappingProxyType({}), **fields: object
+) -> RecentRequest:
+    """A request whose stream has ended, as the admin API shows it; and other values of its fields,
+    or of its prompt's.
+    """
     prompt = {
         "prefill": "p",
         "decode": "d",
@@ -423,10 +429,11 @@ def _ended(ended: float, failures: Sequence[object] = (), **fields: object) -> R
         "decision": None,
         "continued": 0,
         "pause_s": None,
+        **prompt_fields,
     }
     found = {
         "id": "x",
-        "ended_s": ended,
+        "ended_s": ended_s,
         "phase": None,
         "method": "POST",
         "path": "/v1/completions",
@@ -444,9 +451,10 @@ def _ended(ended: float, failures: Sequence[object] = (), **fields: object) -> R
         "total_s": 2.0,
         "prompt_tokens": 300,
         "completion_tokens": 60,
-        "prompts": [{**prompt, **fields}],
+        "prompts": [prompt],
         "prompt_count": 1,
-        "failures": failures,
+        "failures": [],
+        **fields,
     }
     return msgspec.convert(found, RecentRequest)
 
@@ -455,11 +463,11 @@ def test_figures_are_those_of_the_last_minute() -> None:
     """The median latency of a role's leg, the tokens of what has ended, the legs that failed."""
     failed = {"at_s": 1.5, "engine": "d", "phase": "decode", "error": "500", "retried": True}
     requests = [
-        _ended(1.0),
-        _ended(2.0, first_s=0.8, prefill_s=0.1),
-        _ended(59.0, [failed, {**failed, "at_s": 0.1}], first_s=9.0),
-        _ended(61.0, [failed]),
-        _ended(3.0, decode="whole", prefill=None, first_s=None, whole_s=5.0),
+        ended(1.0),
+        ended(2.0, {"first_s": 0.8, "prefill_s": 0.1}),
+        ended(59.0, {"first_s": 9.0}, failures=[failed, {**failed, "at_s": 0.1}]),
+        ended(61.0, failures=[failed]),
+        ended(3.0, {"decode": "whole", "prefill": None, "first_s": None, "whole_s": 5.0}),
     ]
     seconds, found = figures(requests)
     assert seconds == 60.0
@@ -467,7 +475,7 @@ def test_figures_are_those_of_the_last_minute() -> None:
     assert (found["d"].latency, found["d"].tokens, found["d"].failures) == (0.8, 180, 1)
     assert found["whole"].latency == 5.0
     # More have ended than are kept: the oldest one shows since when.
-    seconds, found = figures([_ended(4.0)] * 256)
+    seconds, found = figures([ended(4.0)] * 256)
     assert seconds == 4.0
     (row,) = engines_table.rows([_entry("d", "decode")], found, seconds)
     assert (row["latency"], row["tokens/s"]) == ("400 ms", "3840")

@@ -9,8 +9,9 @@ import json
 import os
 import socket
 import ssl
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,8 @@ class AdminClient:
         address = settings.listen.admin
         if address is None:
             raise SettingsError(
-                "no admin API is named: give --admin, or listen.admin in the settings"
+                "no admin API is named: give --admin, or listen.admin in the settings (off by "
+                "default)"
             )
         place = place_of(address)
         place = place if place.host is None else place._replace(host=reachable(place.host))
@@ -156,7 +158,10 @@ class AdminClient:
         except HTTPException as error:
             raise AdminFailed(f"does not answer HTTP ({type(error).__name__})") from None
         except OSError as error:
-            raise AdminFailed(f"no connection: {error.strerror or error}") from None
+            raise AdminFailed(
+                f"no connection: {error.strerror or error}: does the proxy run, with listen.admin "
+                f"there?"
+            ) from None
         finally:
             connection.close()
         return _read(answer.status, bytes(found))
@@ -169,6 +174,37 @@ class AdminClient:
         if self._context is not None:
             return HTTPSConnection(host, place.port, timeout=self._timeout, context=self._context)
         return HTTPConnection(host, place.port, timeout=self._timeout)
+
+
+def run_with_client(
+    run: Callable[[AdminClient, argparse.Namespace], Any], arguments: argparse.Namespace
+) -> int:
+    """Run a command with the client that its command line means, and return its exit code.
+
+    With `--json`, what `run` returns is printed.
+    """
+    client = AdminClient.of(arguments)
+    try:
+        shown = run(client, arguments)
+    except AdminFailed as error:
+        sys.stderr.write(f"{arguments.prog}: {client.place}: {error}\n")
+        return 1
+    except (
+        LookupError,
+        TypeError,
+        AttributeError,
+        msgspec.ValidationError,
+    ):  # JSON of something else
+        sys.stderr.write(
+            f"{arguments.prog}: {client.place}: its answer can't be read: is it the admin API, "
+            f"of this version?\n"
+        )
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    if arguments.json and shown is not None:
+        print(json.dumps(shown, indent=2))
+    return 0
 
 
 class _UnixConnection(HTTPConnection):

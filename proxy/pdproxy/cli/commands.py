@@ -53,6 +53,10 @@ COMMANDS = {
     "engines": Command(
         "pdproxy.cli.engines", "list, add, drain and remove the engines of a running proxy"
     ),
+    "requests": Command(
+        "pdproxy.cli.requests", "show the requests of a running proxy, and where their time went"
+    ),
+    "why": Command("pdproxy.cli.why", "show why a request went to its engines, and what ended it"),
     "notifier": Command(
         "pdproxy.cli.notifier", "print the file that makes vLLM report its KV transfers"
     ),

@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote as escaped
 
-import msgspec
-
-from pdproxy.cli.admin_client import AdminClient, AdminFailed, add_admin_options, printable
+from pdproxy.cli.admin_client import (
+    AdminClient,
+    AdminFailed,
+    add_admin_options,
+    printable,
+    run_with_client,
+)
 from pdproxy.cli.parser import examples
 from pdproxy.cli.reading import seconds
 from pdproxy.settings.engines import with_scheme
@@ -180,7 +183,7 @@ def _action(
     )
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     add_admin_options(parser)
-    parser.set_defaults(run=lambda arguments: _done(run, arguments))
+    parser.set_defaults(run=lambda arguments: run_with_client(run, arguments))
     return parser
 
 
@@ -195,33 +198,6 @@ def _wait(parser: Parser, until: str) -> None:
         default=600.0,
         help="with --wait: seconds at most (default: 600)",
     )
-
-
-def _done(
-    run: Callable[[AdminClient, argparse.Namespace], Any], arguments: argparse.Namespace
-) -> int:
-    client = AdminClient.of(arguments)
-    try:
-        shown = run(client, arguments)
-    except AdminFailed as error:
-        sys.stderr.write(f"{arguments.prog}: {client.place}: {error}\n")
-        return 1
-    except (
-        LookupError,
-        TypeError,
-        AttributeError,
-        msgspec.ValidationError,
-    ):  # JSON of something else
-        sys.stderr.write(
-            f"{arguments.prog}: {client.place}: its answer can't be read: is it the admin API, "
-            f"of this version?\n"
-        )
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    if arguments.json and shown is not None:
-        print(json.dumps(shown, indent=2))
-    return 0
 
 
 def list_engines(client: AdminClient, arguments: argparse.Namespace) -> Any:

@@ -21,6 +21,7 @@ from rich.text import Text
 from pdproxy.cli.admin_client import AdminFailed, printable
 from pdproxy.cli.engine_figures import EngineFigures, figures
 from pdproxy.cli.engine_names import short_names
+from pdproxy.cli.request_texts import duration, missing
 from pdproxy.observe.prompt_shares import PoolPrompts
 from pdproxy.observe.recent import RecentRequest
 
@@ -140,13 +141,6 @@ def _row(entry: Mapping[str, Any], of: EngineFigures, seconds: float) -> dict[st
     return {name: printable(cell) for name, cell in cells.items()}
 
 
-def duration(seconds: float) -> str:
-    """Return a duration with three digits at most, or as whole seconds."""
-    if seconds < 0.9995:
-        return f"{seconds * 1000:.0f} ms"
-    return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.0f} s"
-
-
 def prompts(listed: Mapping[str, Any]) -> str:
     """Return how the prompts of each pool were served, a line each."""
     pools = msgspec.convert(listed.get("prompts", []), list[PoolPrompts])
@@ -176,9 +170,7 @@ def shown(
         f"latency (median), tokens/s, failed (legs): of the last {seconds:.0f} s; latency: of a "
         f"prefill engine to its answer, of others to a stream's first data"
     )
-    silent = recent["silent_workers"]
-    if silent:
-        note += f"; without worker {', '.join(map(str, silent))}, not answering"
+    note += missing(recent["silent_workers"])
     return Group(*parts, Text(), *(Text(text) for text in (note, prompts(listed)) if text))
 
 
