@@ -494,10 +494,14 @@ async def test_decisions_are_not_shown() -> None:
     """A predicted time tells how much others have engines do. It is shown where all share the
     caches anyway.
     """
-    asks = [("x-pdproxy-decision", "1")]
+    asks = [("x-pdproxy-decision", "1"), ("x-pdproxy-timing", "1")]
     async with world(auth=TWO) as w:
         answer = await w.ask(COMPLETIONS, completion(), [*bearer("sk-a"), *asks])
         assert answer.header("x-pdproxy-decision") is None
+        # durations that the client waits for anyway, and no engine's name
+        shown = answer.header("server-timing") or ""
+        assert "prefill;dur=" in shown
+        assert "127.0.0.1" not in shown
     async with world(auth=TWO, adjust=tenants(caches="shared")) as w:
         answer = await w.ask(COMPLETIONS, completion(), [*bearer("sk-a"), *asks])
         assert answer.header("x-pdproxy-decision")

@@ -5,19 +5,15 @@ Owns their order, and where time goes that no phase has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from pdproxy.observe.recent import RUNNING, RecentPrompt, RecentRequest
+from pdproxy.observe.requests import phases_of_prompt
 
 OTHER = "other"
 """Time of no phase: earlier attempts, waits for an engine, the proxy itself."""
 _SMALL = 0.0005
 """Seconds. Times are rounded: less than this is no time of its own."""
-
-
-_Times = tuple[str, float, str | None]
-"""A phase's name, its seconds, and the URL of its engine."""
 
 
 class Phase(NamedTuple):
@@ -43,40 +39,25 @@ def phases(request: RecentRequest, prompt: RecentPrompt | None) -> list[Phase]:
     is_running = request.outcome == RUNNING
     if is_running and request.phase == "waiting":
         return [Phase("queue", 0.0, request.total_s, goes_on=True)]
-    before: list[_Times] = [("queue", request.queue_s, None)]
-    known = [] if prompt is None else list(_of(prompt))
+    before: list[tuple[str, str | None, float]] = [("queue", None, request.queue_s)]
+    known = [] if prompt is None else list(phases_of_prompt(prompt))
     if known and known[0][0] == "tokenize":
         before.append(known.pop(0))
-    rest = request.total_s - sum(seconds for _, seconds, _ in [*before, *known])
+    rest = request.total_s - sum(seconds for _, _, seconds in [*before, *known])
     if request.prompt_count > 1 or rest < _SMALL:
         rest = 0.0
     if is_running and rest:
-        known.append((_now(request, prompt), rest, None if prompt is None else _busy(prompt)))
+        known.append((_now(request, prompt), None if prompt is None else _busy(prompt), rest))
     elif rest:
         # The times are those of the last attempt, which ends with the request.
-        known.insert(0, (OTHER, rest, None))
+        known.insert(0, (OTHER, None, rest))
     found, at = list[Phase](), 0.0
-    for name, seconds, engine in [*before, *known]:
+    for name, engine, seconds in [*before, *known]:
         found.append(Phase(name, at, seconds, engine))
         at += seconds
     if is_running and rest:
         found[-1] = found[-1]._replace(goes_on=True)
     return found
-
-
-def _of(prompt: RecentPrompt) -> Iterator[_Times]:
-    is_split = prompt.prefill is not None
-    first, whole = ("kv", "decode_whole") if is_split else ("alone", "alone_whole")
-    for name, seconds, engine in (
-        ("tokenize", prompt.tokenize_s, None),
-        ("encode", prompt.encode_s, None),
-        ("prefill", prompt.prefill_s, prompt.prefill),
-        (first, prompt.first_s, prompt.decode),
-        ("decode", prompt.decode_s, prompt.decode),
-        (whole, prompt.whole_s, prompt.decode),
-    ):
-        if seconds is not None and (seconds >= _SMALL or engine is not None):
-            yield name, seconds, engine
 
 
 def _now(request: RecentRequest, prompt: RecentPrompt | None) -> str:

@@ -4,9 +4,15 @@ times; and of legs that failed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 from pdproxy.kit.errors import Fault, RefusalReason
 from pdproxy.observe.description import NODE, Label, counter, histogram
-from pdproxy.observe.events import ITL_BOUNDS, LegFailed, Refused
+from pdproxy.observe.events import ITL_BOUNDS, LegFailed, LegTimes, Refused
+
+if TYPE_CHECKING:
+    from pdproxy.observe.recent import RecentPrompt
 
 OUTCOMES = (
     ("ok", "answered"),
@@ -122,6 +128,8 @@ REASONS = (
     (RefusalReason.OPEN_FILES, _OURS, "the process may open no more files (ulimit -n)"),
 )
 """Each reason with its status and its meaning."""
+_NO_WAIT = 0.0005
+"""Seconds. Whoever has token ids in less has not waited for them."""
 STATUS_OF = {reason.value: status for reason, status, _ in REASONS}
 REQUESTS = counter(
     "pdproxy_requests_total",
@@ -214,6 +222,27 @@ PHASE = histogram(
     "last attempt",
     Label("phase", PHASES),
 )
+
+
+def phases_of_prompt(
+    times: LegTimes | RecentPrompt,
+) -> Iterator[tuple[str, str | None, float]]:
+    """Yield the phases that a prompt has had, one behind the other: name, engine and seconds.
+
+    The names are those of `PHASES`; `tokenize`: it waited for its token ids.
+    """
+    is_split = times.prefill is not None
+    first, whole = ("kv", "decode_whole") if is_split else ("alone", "alone_whole")
+    for name, engine, seconds in (
+        ("tokenize", None, times.tokenize_s),
+        ("encode", None, times.encode_s),
+        ("prefill", times.prefill, times.prefill_s),
+        (first, times.decode, times.first_s),
+        ("decode", times.decode, times.decode_s),
+        (whole, times.decode, times.whole_s),
+    ):
+        if seconds is not None and (seconds >= _NO_WAIT or name != "tokenize"):
+            yield name, engine, seconds
 
 
 def failed_legs_of(role: str) -> tuple[str, ...]:

@@ -11,12 +11,14 @@ class Hints(msgspec.Struct, frozen=True):
     """`slo`: the client's own objective, None if it has none. `session`: what names its
     conversation, None where it says nothing.
 
-    `wants_decision`: whether the answer shows which engines were chosen, and why.
+    `wants_decision`: whether the answer shows which engines were chosen, and why; `wants_timing`:
+    whether it shows where its time went.
     """
 
     slo: Slo | None = None
     session: str | None = None
     wants_decision: bool = False
+    wants_timing: bool = False
 
 
 NO_HINTS = Hints()

@@ -22,14 +22,17 @@ SLO_TTFT, SLO_TPOT, SLO_GAP = (
 )
 DECISION = b"x-pdproxy-decision"
 """As a request's header it asks for the answer's header of this name."""
+TIMING = b"x-pdproxy-timing"
+"""It asks for the answer's header Server-Timing."""
 TIMEOUT = b"x-request-timeout"
 """Seconds within which the client wants its answer. The name that other proxies use."""
-HINTS = frozenset({SLO_TTFT, SLO_TPOT, SLO_GAP, DECISION, TIMEOUT})
+HINTS = frozenset({SLO_TTFT, SLO_TPOT, SLO_GAP, DECISION, TIMING, TIMEOUT})
 _NAMES = {
     SLO_TTFT: "X-PDProxy-SLO-TTFT-MS",
     SLO_TPOT: "X-PDProxy-SLO-TPOT-MS",
     SLO_GAP: "X-PDProxy-SLO-Gap-MS",
     DECISION: "X-PDProxy-Decision",
+    TIMING: "X-PDProxy-Timing",
 }
 _NUMBER = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,9})?")
 _SECONDS = re.compile(rb"[0-9]{1,18}(\.[0-9]{0,9})?")
@@ -75,7 +78,8 @@ def read_hints(lines: Sequence[tuple[bytes, bytes]], session_header: str | None)
     return Hints(
         slo=slo or None,
         session=session_of(session_header, found),
-        wants_decision=_flag(found),
+        wants_decision=_flag(found, DECISION),
+        wants_timing=_flag(found, TIMING),
     )
 
 
@@ -124,8 +128,8 @@ def _seconds(found: dict[bytes, bytes], name: bytes) -> float | None:
     return number / 1000
 
 
-def _flag(found: dict[bytes, bytes]) -> bool:
-    value = found.get(DECISION, b"0").strip(b" \t")
+def _flag(found: dict[bytes, bytes], name: bytes) -> bool:
+    value = found.get(name, b"0").strip(b" \t")
     if value not in (b"0", b"1"):
-        raise BadRequestError(f"{_NAMES[DECISION]}: expected 1 or 0", param=_NAMES[DECISION])
+        raise BadRequestError(f"{_NAMES[name]}: expected 1 or 0", param=_NAMES[name])
     return value == b"1"

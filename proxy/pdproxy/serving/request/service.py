@@ -54,6 +54,7 @@ from pdproxy.serving.request.meter import Meter
 from pdproxy.serving.request.passthrough import Passthrough, PassthroughRequest
 from pdproxy.serving.request.prompt_list import PromptList
 from pdproxy.serving.request.rights import bound_request
+from pdproxy.serving.request.server_timing import SERVER_TIMING, server_timing
 from pdproxy.serving.stream.comments import Comments, write_comment
 from pdproxy.serving.stream.failures import as_event
 from pdproxy.serving.stream.relay import Relay
@@ -407,14 +408,14 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         """
         self.status = 200
         lines = self.stream_headers([STREAM_TYPE], _PASSED_HEADERS)
-        write_comment(self.writer, [*lines, *self._decision()], comment)
+        write_comment(self.writer, [*lines, *self._asked_for()], comment)
 
     def _begin(self, headers: Headers) -> None:
         self._whole = None
         self.first = self._service.resources.now()
         self.status = 200
         lines = self.stream_headers(headers, _PASSED_HEADERS)
-        self.writer.begin([*lines, *self._decision()] if self._incoming.hints else lines)
+        self.writer.begin([*lines, *self._asked_for()] if self._incoming.hints else lines)
 
     def _answer(self, answer: Answer) -> None:
         """Send a whole answer. Behind a comment it is an event: an engine's error, since a stream
@@ -432,15 +433,24 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
                 body, answer.status, [*self._service.resources.engines.known]
             )
         self.writer.whole(
-            answer.status, [*lines, *self._decision()] if self._incoming.hints else lines, body
+            answer.status, [*lines, *self._asked_for()] if self._incoming.hints else lines, body
         )
 
-    def _decision(self) -> Headers:
-        """Return the header that shows which engines were chosen, if the client wants it and the
-        request is no list.
+    def _asked_for(self) -> Headers:
+        """Return the headers that the client has asked for: which engines were chosen, and where
+        the time went so far. A list has none.
         """
-        shown = None if self._exchange is None else self._exchange.decision
-        return [] if shown is None else [(DECISION, shown.encode("latin-1", "replace"))]
+        exchange = self._exchange
+        if exchange is None:
+            return []
+        found = []
+        if (shown := exchange.decision) is not None:
+            found.append((DECISION, shown.encode("latin-1", "replace")))
+        if exchange.headers.hints.wants_timing:
+            total = self._service.resources.now() - self.received
+            queued = total if self.admitted is None else self.admitted - self.received
+            found.append((SERVER_TIMING, server_timing(queued, exchange.times(), total)))
+        return found
 
     async def answer_error(self, error: PdproxyError) -> None:
         """Answer an error: with its status, or as the last event of a stream that was begun. Never
@@ -460,7 +470,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
                 self.writer.finish()
             return
         self.status = error.status
-        lines = [*self.error_headers(error), *self._decision()]
+        lines = [*self.error_headers(error), *self._asked_for()]
         self.writer.whole(error.status, lines, failure_body(dialect, error, engines))
 
     def _next_number(self) -> int:
