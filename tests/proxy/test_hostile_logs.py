@@ -20,6 +20,7 @@ from pdproxy.app.readiness import MAX_DETAIL
 from pdproxy.observe.formats import MAX_LINE, TextFormatter
 from pdproxy.wire.model import MAX_MODEL_NAME
 from tests.fakes import answers, scripts
+from tests.fakes.admin import admin
 from tests.fakes.engine import Reply
 from tests.fakes.process import PATIENCE, served
 from tests.fakes.world import COMPLETIONS, World, completion, until, world
@@ -263,3 +264,28 @@ async def test_a_client_that_floods_the_log_forges_nothing(tmp_path: Path) -> No
     lines = path.read_text().split("\n")
     assert requests_in(lines) == 6
     assert all(line.isprintable() and len(line) < MAX_LINE for line in lines)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engines_error_says_why_and_quotes_no_client(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the line of the leg that failed and for the admin API: in whole answers and streams."""
+    text = "EngineCore encountered an issue with\n'my medical record 4711'"
+    error = json.dumps({"error": {"message": text, "type": "InternalServerError", "code": 500}})
+    script = (
+        scripts.streams(scripts.WORD, b"data: " + error.encode() + b"\n\n")
+        if stream
+        else scripts.whole(error.encode(), 500)
+    )
+    async with world(decode=1) as w, admin(w) as api:
+        w.decode[0].default = script
+        await w.ask(COMPLETIONS, completion(stream=stream), [("x-request-id", "mine")])
+        await until(lambda: not api.running)
+        (found,) = (await api.get("/requests?id=mine"))["requests"]
+    lines = [TextFormatter().format(one) for one in caplog.records if one.msg == "%s"]
+    line = next(one for one in lines if "leg failed" in one)
+    for shown in (line, found["failures"][0]["error"]):
+        assert "500: EngineCore encountered an issue with ..." in shown
+        assert "medical" not in shown
+        assert "4711" not in shown

@@ -33,6 +33,7 @@ from pdproxy.scheduling.scheduler import Scheduler
 from pdproxy.serving.dispatch.derendering import Derendering
 from pdproxy.serving.dispatch.detokenizing import Detokenizing
 from pdproxy.serving.dispatch.doubtful_failures import DoubtfulFailures, FailedTransfer
+from pdproxy.serving.dispatch.failure_class import error_text
 from pdproxy.serving.dispatch.fingerprint import MakeFingerprint
 from pdproxy.serving.dispatch.hints import NO_HINTS, Hints
 from pdproxy.serving.dispatch.prefixes import PrefixQuestions
@@ -50,11 +51,14 @@ from pdproxy.transfer.contract import Contract
 from pdproxy.transfer.encoders import EncoderContract
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.wire.cache_salt import TenantSalt
+from pdproxy.wire.engine_words import engine_words
 from pdproxy.wire.event_template import EventTemplates
 from pdproxy.wire.fields import Fields, body_request_id
 from pdproxy.wire.request import Parsed
 from pdproxy.wire.route_form import Prompt
 
+_MAX_ERROR = 65_536
+"""Bytes of an engine's error that is read for its words."""
 _MIN_EVENTS = 8
 """Of a stream, so that the time between them says something."""
 
@@ -267,10 +271,15 @@ class ExchangeResources:
     def report_failure(
         self, headers: LegHeaders, engine: str, phase: str, error: EngineError, *, will_retry: bool
     ) -> None:
-        """Report a leg that failed."""
-        status = error.status if isinstance(error, EngineRefusedError) else None
+        """Report a leg that failed, with the engine's own words as far as they may be shown."""
+        status, text = None, error.message
+        if isinstance(error, EngineRefusedError):
+            status = error.status
+            said = error_text(error.body) if len(error.body) <= _MAX_ERROR else ""
+            if words := engine_words(said):
+                text += f": {words}"
         self.observers.notify(
-            LegFailed(headers.request_id, engine, phase, error.message, will_retry, status)
+            LegFailed(headers.request_id, engine, phase, text, will_retry, status)
         )
 
 

@@ -57,7 +57,7 @@ def _refusal(event: bytes) -> EngineError:
     code = detail.code if detail is not None else None
     status = code if isinstance(code, int) and 400 <= code <= 599 else 500
     # The engine's text may quote the prompt. The client gets it; the log, which shows this message,
-    # does not.
+    # gets some of its words (`wire.engine_words`).
     return EngineRefusedError(
         f"the engine sent an error event with status {status}", status=status, body=payload
     )

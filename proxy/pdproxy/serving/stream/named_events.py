@@ -290,7 +290,7 @@ def _reported(json: bytes) -> EngineError:
     detail = error_of(json)
     status = 500 if detail is None else STATUS_OF_ERRORS.get(detail.type, 500)
     # The engine's text may quote the prompt. The client gets it; the log, which shows this message,
-    # does not.
+    # gets some of its words (`wire.engine_words`).
     return EngineRefusedError(
         f"the engine sent an error event with status {status}", status=status, body=json
     )
