@@ -98,10 +98,12 @@ async def rig(
     kv_ready: Mapping[str, Any] | None = None,
     deadlines: Mapping[str, float] | None = None,
     lease: float = 1.5,
+    said_lease: float | None = None,
     speed: float = 2.0,
     encodes: bool = False,
 ) -> AsyncIterator[Rig]:
-    """Run them. `p`, `d`: facts of theirs alone. `encodes`: all have vision, and there is an
+    """Run them. `p`, `d`: facts of theirs alone. `said_lease`: what the settings say of P's lease.
+    `encodes`: all have vision, and there is an
     encoder engine.
     """
     zmq_port, http_port = free_port(), free_port()
@@ -177,7 +179,11 @@ async def rig(
             receiver = ReceiverSettings(init_ports=tuple(init), alloc_ports=tuple(alloc))
         bootstrap = one.engine.bootstrap.url if one.engine.bootstrap is not None else None
         engines = (
-            ConfiguredEngine(url=one.url, role="prefill", facts=EngineFacts(bootstrap=bootstrap)),
+            ConfiguredEngine(
+                url=one.url,
+                role="prefill",
+                facts=EngineFacts(bootstrap=bootstrap, kv_lease_duration=said_lease),
+            ),
             ConfiguredEngine(url=two.url, role="decode", receiver=receiver),
             ConfiguredEngine(url=plain.url, role="aggregated"),
             *encoders,

@@ -234,7 +234,13 @@ WRONG = [
     Wrong("leave_stream", "D still holds KV", ignores_aborts, {"speed": 0.5}),
     Wrong("release", "P still holds the KV", keeps_blocks, {"lease": 60}),
     Wrong("release", "returns no usable handle", how={"p": {"connector": "none"}}),
-    Wrong("lease", "P held the KV for all of 1 s", how={"lease": 60}),
+    Wrong("lease", "P held the KV for all of 1 s", how={"lease": 60, "said_lease": 0.5}),
+    Wrong(
+        "lease",
+        "--lease-watch 1 is too short: P's lease is 30 s",
+        how={"lease": 60},
+        verdict="not_judged",
+    ),
     Wrong("nothing_left", "P still holds KV", keeps_blocks, {"lease": 60}),
 ]
 

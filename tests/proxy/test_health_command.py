@@ -60,6 +60,7 @@ async def test_a_url_needs_no_settings_of_that_proxy() -> None:
     async with world() as w:
         for url in (f"http://127.0.0.1:{w.port}", f"http://localhost:{w.port}/"):
             assert (await health("--url", url, "--timeout", "30")).code == 0
+            assert (await health(url, "--timeout", "30")).code == 0
 
 
 async def test_readiness_is_another_question() -> None:
@@ -211,6 +212,8 @@ def test_wrong_options_are_exit_2(
             ["--url", "localhost:1"],
             '--url: "localhost:1": expected http://HOST:PORT or https://HOST:PORT',
         ),
+        (["localhost:1"], 'URL: "localhost:1": expected http://HOST:PORT or https://HOST:PORT'),
+        (["--url", "http://a", "http://a"], "--url: has no effect with a URL as argument"),
         (["--url", "http://a/health"], '--url: "http://a/health": expected http'),
         (["--url", "http://[::1"], '--url: "http://[::1": expected http'),
         (["--url", "http://a:x"], '--url: "http://a:x": expected http'),

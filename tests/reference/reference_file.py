@@ -22,7 +22,7 @@ _HEAD = """\
 Every setting of pdproxy with its default: a setting that you leave out has the value in this file.
 Only `nodes` is an example.
 
-  pdproxy config init --out pdproxy.yaml   writes this file
+  pdproxy config init --all --out pdproxy.yaml   writes this file
   pdproxy serve --config pdproxy.yaml
   pdproxy config print      shows the settings from all sources together
   pdproxy config validate   checks whether `serve` would accept them

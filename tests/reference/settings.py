@@ -27,8 +27,8 @@ _HEAD = f"""# Settings
 A setting comes from the first of these that has it: an option of the command line, a `PDPROXY_*`
 variable, the YAML file (`--config`, or the file that `PDPROXY_CONFIG` names), the default. An
 unknown key or variable is an error. [`configs/reference.yaml`](../../configs/reference.yaml) is the
-same as a file with all defaults, which `pdproxy config init` prints; `pdproxy config print` prints
-what is in force, and `pdproxy config validate` checks it.
+same as a file with all defaults, which `pdproxy config init --all` prints; `pdproxy config print`
+prints what is in force, and `pdproxy config validate` checks it.
 
 What is used `at once` a running proxy takes from the changed file
 ([how](../guide/changing-settings.md)); anything else needs a restart.

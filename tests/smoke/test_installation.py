@@ -132,7 +132,7 @@ def test_the_command_is_there() -> None:
 def test_settings_are_checked(tmp_path: Path) -> None:
     """A file with all settings is right; a wrong one is named in one line."""
     file = tmp_path / "pdproxy.yaml"
-    assert command("config", "init", "--out", str(file)).returncode == 0
+    assert command("config", "init", "--all", "--out", str(file)).returncode == 0
     good = command(
         "config",
         "validate",

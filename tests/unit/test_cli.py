@@ -17,6 +17,7 @@ import yaml
 from pdproxy import __version__
 from pdproxy.cli.commands import COMMANDS, parser_of
 from pdproxy.cli.main import main
+from pdproxy.settings.load import load
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer import registry
 
@@ -194,7 +195,6 @@ def test_wrong_settings_are_one_line_and_exit_2(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", f"pdproxy: COMMAND is missing: expected {', '.join(COMMANDS)}"),
         ("config", "pdproxy config: ACTION is missing: expected init, print, validate"),
         ("serve --decode", "pdproxy serve: --decode: expected at least one argument"),
         ("serve --prefil a:1", "pdproxy serve: unknown option --prefil: did you mean --prefill?"),
@@ -362,18 +362,39 @@ def test_the_options_that_are_settings_are_grouped(capsys: pytest.CaptureFixture
         assert set(titles) - set(groups) <= {"options", "examples", line}
 
 
-def test_config_init_prints_and_writes_the_reference(
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """On standard error with the code of wrong arguments: a script that lacks its command fails."""
+    assert main([]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("usage: pdproxy")
+    assert all(f"\n    {name}" in err for name in COMMANDS)
+
+
+def test_config_init_prints_and_writes_a_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The file of configs/, which loads; a file that exists is kept unless --force is given."""
+    """The starter changes no default, and neither do its comments name what is no setting; --all
+    gives the file of configs/. A file that exists is kept unless --force is given.
+    """
     reference = (Path(__file__).parents[2] / "configs" / "reference.yaml").read_text()
-    assert main(["config", "init"]) == 0
+    assert main(["config", "init", "--all"]) == 0
     assert capsys.readouterr() == (reference, "")
     path = tmp_path / "x.yaml"
-    assert main(["config", "init", "--out", str(path)]) == 0
+    assert main(["config", "init", "--all", "--out", str(path)]) == 0
     assert capsys.readouterr() == (f"wrote {path}\n", "")
     assert path.read_text() == reference
+    whole = load(path, {}, [], [])
+    assert main(["config", "init", "--out", str(path), "--force"]) == 0
+    starter = path.read_text()
+    assert len(starter.splitlines()) <= 32
+    assert load(path, {}, [], []) == whole
     assert main(["config", "validate", "--config", str(path)]) == 0
+    commented = re.sub(r"(?m)^  # (\w+: \S+)$", r"  \1", starter)
+    assert commented.count("\n  admin: ") == commented.count("\n  api_keys_file: ") == 1
+    path.write_text(commented)
+    assert load(path, {}, [], []).auth.engine_api_key_file == "engine-key.txt"
+    reference = starter
     capsys.readouterr()
     path.write_text("mine")
     assert main(["config", "init", "--out", str(path)]) == 1

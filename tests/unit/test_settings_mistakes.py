@@ -138,6 +138,10 @@ def test_a_mistake_causes_no_others(tmp_path: Path) -> None:
     ]
     path = write(tmp_path, "pool: [{nodes: [{url: 'http://a:1', role: decode}]}]")
     assert mistakes(path, {}, (), ()) == [f"pool: unknown key (did you mean pools?) (file {path})"]
+    path.write_text("nodes: []")
+    assert mistakes(path, {}, (), ())[0] == (
+        f"nodes: unknown key (did you mean pools[0].nodes?) (file {path})"
+    )
     path = write(tmp_path, NODE % "decod")
     assert mistakes(path, {}, (), (EngineFlag("prefill", "b:1"),)) == [
         (

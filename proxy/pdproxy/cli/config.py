@@ -34,14 +34,18 @@ def add(commands: Commands, summary: str) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     beginning = actions.add_parser(
         "init",
-        help="print or write a settings file with every setting explained",
-        description="Print or write (--out) a YAML file with every setting, its default and a "
-        "comment. "
-        "Only its two engines are "
+        help="print or write a settings file to begin with",
+        description="Print or write (--out) a YAML file with the settings that most deployments "
+        "set, or with --all every setting, its default and a comment. Only its two engines are "
         "examples. Settings that you delete keep their defaults.",
         epilog=examples(
             "pdproxy config init --out pdproxy.yaml", "pdproxy serve --config pdproxy.yaml"
         ),
+    )
+    beginning.add_argument(
+        "--all",
+        action="store_true",
+        help="every setting with its default and a comment (default: a few)",
     )
     beginning.add_argument(
         "--out", metavar="FILE", type=Path, help="file to write (default: print it)"
@@ -77,8 +81,9 @@ def add(commands: Commands, summary: str) -> None:
 
 
 def begin_file(arguments: argparse.Namespace) -> int:
-    """Print or write the settings file that explains every setting."""
-    text = files("pdproxy.settings").joinpath("reference.yaml").read_text(encoding="utf-8")
+    """Print or write a settings file: one to begin with, or the one that explains every setting."""
+    name = "reference.yaml" if arguments.all else "starter.yaml"
+    text = files("pdproxy.settings").joinpath(name).read_text(encoding="utf-8")
     path: Path | None = arguments.out
     if arguments.force and path is None:
         raise SettingsError("--force: has no effect without --out")

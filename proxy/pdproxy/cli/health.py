@@ -69,20 +69,26 @@ def add(commands: Commands, summary: str) -> None:
         "exit code is 0 if it answers 200 in time, 1 with the reason in one line if it does not, "
         "2 if the options or the "
         "settings are wrong. With TLS, the proxy must have the certificate that the settings name.",
-        usage="pdproxy health [--url URL] [--ready] [--timeout S] [option ...]",
+        usage="pdproxy health [URL] [--ready] [--timeout S] [option ...]",
         epilog=examples(
             "pdproxy health",
             "pdproxy health --ready --config pdproxy.yaml",
-            "pdproxy health --url https://llm.example.com --ca authorities.pem",
+            "pdproxy health https://llm.example.com --ca authorities.pem",
         ),
     )
     group = parser.add_argument_group("health")
     group.add_argument(
-        "--url",
+        "place",
         metavar="URL",
+        nargs="?",
         help="the proxy to ask, http://HOST:PORT or https://HOST:PORT (default: the address of "
         "the settings; for 0.0.0.0 and :: "
         "the loopback)",
+    )
+    group.add_argument(
+        "--url",
+        metavar="URL",
+        help="the proxy to ask, in place of URL (default: the address of the settings)",
     )
     group.add_argument(
         "--ready",
@@ -99,7 +105,7 @@ def add(commands: Commands, summary: str) -> None:
     group.add_argument(
         "--ca",
         metavar="FILE",
-        help="with --url: authorities of the proxy's certificate, PEM (default: the system's)",
+        help="with a URL: authorities of the proxy's certificate, PEM (default: the system's)",
     )
     group.add_argument(
         "--cert",
@@ -116,14 +122,17 @@ def add(commands: Commands, summary: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask; return 0 if the answer is 200, else 1 with the reason on standard error."""
+    if arguments.url is not None and arguments.place is not None:
+        raise SettingsError("--url: has no effect with a URL as argument")
     if arguments.key is not None and arguments.cert is None:
         raise SettingsError("--key: has no effect without --cert")
-    if arguments.ca is not None and arguments.url is None:
+    url = arguments.place if arguments.url is None else arguments.url
+    if arguments.ca is not None and url is None:
         raise SettingsError(
             "--ca: has no effect without --url: the certificate of the settings is the one that "
             "is expected"
         )
-    place = _of_settings(arguments) if arguments.url is None else _of_url(arguments)
+    place = _of_settings(arguments) if url is None else _of_url(url, arguments)
     path = "/ready" if arguments.ready else "/health"
     try:
         with _deadline(arguments.timeout):
@@ -138,8 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _of_url(arguments: argparse.Namespace) -> _Place:
-    url: str = arguments.url
+def _of_url(url: str, arguments: argparse.Namespace) -> _Place:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -156,7 +164,8 @@ def _of_url(arguments: argparse.Namespace) -> _Place:
         or parts.query
         or "@" in url
     ):
-        raise SettingsError(f"--url: {quote(url)}: expected http://HOST:PORT or https://HOST:PORT")
+        name = "URL" if arguments.url is None else "--url"
+        raise SettingsError(f"{name}: {quote(url)}: expected http://HOST:PORT or https://HOST:PORT")
     if not tls:
         return _Place(host, 80 if port is None else port, None)
     return _Place(

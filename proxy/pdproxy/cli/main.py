@@ -34,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(given: Sequence[str]) -> int:
+    if not given:
+        with contextlib.suppress(OSError):  # standard error is closed
+            parser_for(given).print_help(sys.stderr)
+        return USAGE_ERROR
     try:
         arguments = parser_for(given).parse_args(given)
     except SystemExit as stop:  # --help, --version, or arguments that don't parse

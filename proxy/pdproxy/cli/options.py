@@ -26,7 +26,7 @@ def add_settings_options(parser: argparse.ArgumentParser) -> None:
         "--config",
         metavar="FILE",
         type=Path,
-        help="YAML file with all settings, see `pdproxy config init` (default: the file that "
+        help="YAML file with all settings, see `pdproxy config init --all` (default: the file that "
         "PDPROXY_CONFIG names, or none)",
     )
     engines = parser.add_argument_group(

@@ -19,6 +19,7 @@ from pdproxy.settings.section import NAMES, Section, fields_of, is_section
 
 _NOT_OF_THAT_KIND = (msgspec.ValidationError, UnicodeEncodeError)
 """The second one is raised for a variable or a flag with bytes that are no text in UTF-8."""
+_MAX_MEANT = 3
 
 
 def conform(value: object, kind: Any, where: str, path: KeyPath = ()) -> Any:
@@ -139,7 +140,7 @@ def _section(
         if not _is_name(name, where, path, found):
             continue
         if name not in fields:
-            hint = did_you_mean(name, fields)
+            hint = (not path and _further_in(name, kind)) or did_you_mean(name, fields)
             found.add(path, f"{spell_key((*path, name))}: unknown key{hint}{where}")
             continue
         # A section whose keys are all commented out is null in YAML: it has its defaults.
@@ -153,6 +154,25 @@ def _section(
                 f"{spell_key((*path, name))}: missing: expected {expectation(field.type)}{where}",
             )
     return tree
+
+
+def _further_in(name: str, kind: Any) -> str:
+    """Return ` (did you mean x?)` for the keys of this name in the sections of a file, else
+    nothing.
+    """
+    known = [spell_key(path) for path in _keys(kind) if path[-1] == name][:_MAX_MEANT]
+    return f" (did you mean {' or '.join(known)}?)" if known else ""
+
+
+def _keys(kind: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
+    """Yield the paths of all keys, of a list's sections those of the first one."""
+    for field in fields_of(kind):
+        here = (*path, field.name)
+        yield here
+        if is_section(field.type):
+            yield from _keys(field.type, here)
+        elif get_origin(field.type) is tuple and is_section(get_args(field.type)[0]):
+            yield from _keys(get_args(field.type)[0], (*here, 0))
 
 
 def _is_name(name: object, where: str, path: KeyPath, found: Mistakes) -> bool:

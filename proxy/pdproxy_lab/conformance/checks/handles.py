@@ -49,7 +49,19 @@ async def lease(pair: PairUnderTest) -> str:
             return f"P's KV usage was back after {waited:.1f} s{counted}"
         await asyncio.sleep(pair.options.poll)
     await handles.release(pair.prefill, pair.decode.url, pair.model, handle, before.prefill)
-    raise FailedError(f"P held the KV for all of {pair.options.lease_watch:g} s (--lease-watch)")
+    watched, known = pair.options.lease_watch, _lease_of(pair)
+    if known is not None and watched <= known:
+        raise NotJudgedError(f"--lease-watch {watched:g} is too short: P's lease is {known:g} s")
+    raise FailedError(f"P held the KV for all of {watched:g} s (--lease-watch)")
+
+
+def _lease_of(pair: PairUnderTest) -> float | None:
+    """Return for how many seconds P keeps KV that nobody reads: by its settings, or as its
+    connector does; None if that is not known.
+    """
+    holder = pair.contract.holder
+    usual = holder.lease if isinstance(holder, HeldByPrefill) else None
+    return pair.stand.proxy.engines[pair.prefill.url].kv_lease or usual
 
 
 async def _taken(pair: PairUnderTest) -> tuple[Handles, KvUsage, Handle]:
