@@ -443,26 +443,38 @@ def test_the_image_serves_where_a_network_reaches_it(monkeypatch: pytest.MonkeyP
     assert served(monkeypatch, {"command": command, "environment": port}).listen.port == 9000
 
 
-async def health_check(port: int) -> int:
-    """Run the image's health check against a port of this machine; return its exit code."""
-    options, _, words = the("HEALTHCHECK").partition(" CMD ")
-    command = json.loads(words)
-    assert command[:2] == ["pdproxy", "health"]
+async def health_check(port: int, folder: Path, config: str | None = None) -> tuple[int, bool]:
+    """Run the image's health check against a port of this machine; return its exit code, and
+    whether it has started Python. `folder`: where it finds `pdproxy`.
+    """
+    options, _, command = the("HEALTHCHECK").partition(" CMD ")
     within = re.search(r"--timeout=(\d+)s", options)
+    waits = re.search(r"read -r -t (\d+) ", command), re.search(r"--timeout ([\d.]+)$", command)
     assert within is not None
-    assert float(command[command.index("--timeout") + 1]) < float(within[1])
+    assert sum(float(one[1]) for one in waits if one is not None) < float(within[1])
+    program, started = folder / "pdproxy", folder / "started"
+    started.unlink(missing_ok=True)
+    program.write_text(f'#!/bin/sh\ntouch {started}\nexec {sys.executable} -m pdproxy "$@"\n')
+    program.chmod(0o755)
     env = os.environ | image_environment() | {"PDPROXY_LISTEN__PORT": str(port)}
+    env |= {"PATH": f"{folder}:{os.environ['PATH']}"} | (
+        {"PDPROXY_CONFIG": config} if config else {}
+    )
     # The check must not use an HTTP proxy of the environment.
     env |= {"http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", *command, env=env, stderr=asyncio.subprocess.DEVNULL
+        *json.loads(the("SHELL")), command, env=env, stderr=asyncio.subprocess.DEVNULL
     )
-    return await asyncio.wait_for(process.wait(), 30)
+    return await asyncio.wait_for(process.wait(), 30), started.exists()
 
 
-async def test_the_health_check_detects_a_process_that_is_down_or_gone() -> None:
+async def test_the_health_check_detects_a_process_that_is_down_or_gone(tmp_path: Path) -> None:
+    """Python starts only where the place is in a file, or to say what is wrong."""
+    file = tmp_path / "x.yaml"
     async with SimServer() as engine:
-        assert await health_check(engine.port) == 0
+        assert await health_check(engine.port, tmp_path) == (0, False)
+        file.write_text("listen: {keep_alive: 60}")
+        assert await health_check(engine.port, tmp_path, str(file)) == (0, True)
         engine.engine.kill_core()
-        assert await health_check(engine.port) == 1
-    assert await health_check(engine.port) == 1
+        assert await health_check(engine.port, tmp_path) == (1, True)
+    assert await health_check(engine.port, tmp_path) == (1, True)
