@@ -40,7 +40,7 @@ from typing import Any
 
 import simulated
 import soak_faults
-from pdproxy_lab.bench import plots
+from pdproxy_lab.bench import figure
 from pdproxy_lab.bench.errors import BenchError
 from stage import PAGE_KB, free_ports, machine, raise_files
 from tests.chaos.answers import Answer, MalformedError, Told, read_answer, told
@@ -428,7 +428,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
         )
     if options.plot is not None:
         try:
-            plots.check(options.plot)
+            figure.check(options.plot)
         except BenchError as error:
             parser.error(str(error))
     return options

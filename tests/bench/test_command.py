@@ -328,7 +328,13 @@ def test_an_interrupt_ends_it_orderly_with_what_was_measured(tmp_path: Path) -> 
 URL = "127.0.0.1:1"
 WRONG: list[tuple[list[str], str]] = [
     ([], "a URL or --compare is missing"),
-    ([URL], "--rate or --trace is missing"),
+    ([URL], "--rate, --sweep or --trace is missing"),
+    ([URL, "--sweep", "1,2", "--rate", "1"], "--rate and --sweep: give one of them"),
+    ([URL, "--sweep", "1,2", "--arrivals", "ramp"], "--sweep: has no ramps"),
+    ([URL, "--sweep", "1:16:1", "--seeds", "100"], "--sweep: 1600 runs, 500 at most"),
+    ([URL, "--sweep", "5"], "--sweep: expected 2 to 16 rates"),
+    ([URL, "--sweep", "1:2"], "--sweep: expected rates A,B,... or A:B:STEP"),
+    ([URL, "--rate", "1", "--max-seconds", "9"], "--max-seconds: has no effect without --sweep"),
     (["ftp://x", "--rate", "1"], "expected [NAME=]http://HOST:PORT"),
     (["http://u:p@x", "--rate", "1"], "expected [NAME=]http://HOST:PORT"),
     (["x:99999", "--rate", "1"], "expected [NAME=]http://HOST:PORT"),

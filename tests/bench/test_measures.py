@@ -38,7 +38,7 @@ def summary(
     **options: Any,
 ) -> Summary:
     observed = {"seconds": 10.0} | {
-        key: options.pop(key) for key in ("cut", "overflow") if key in options
+        key: options.pop(key) for key in ("cut", "given_up") if key in options
     }
     return summarise(
         Observed(outcomes=list(outcomes), loop_lags=list(lags), **observed), slos, **options
@@ -149,9 +149,9 @@ def test_a_run_that_was_late_itself_is_refused() -> None:
     assert "run" not in summary(one(sent=0.009), lags=(0.009,)).refused
 
 
-def test_too_many_in_flight_invalidate_a_run() -> None:
-    made = summary(one(), overflow=True, max_in_flight=7)
-    assert made.refused["run"].startswith("7 requests were in flight")
+def test_nothing_of_a_run_that_was_given_up_is_used() -> None:
+    made = summary(one(), given_up="too many in flight")
+    assert made.refused["run"] == "too many in flight"
     assert made.ttft is None
 
 

@@ -11,8 +11,8 @@ from pdproxy_lab.bench.arrivals import Arrivals
 from pdproxy_lab.bench.errors import BenchError
 from pdproxy_lab.bench.reading import Address
 from pdproxy_lab.bench.record import Record, Shape
-from pdproxy_lab.bench.session import BenchOptions, BenchSession
-from pdproxy_lab.bench.workload import Lengths, synthetic
+from pdproxy_lab.bench.session import BenchOptions, BenchSession, Load
+from pdproxy_lab.bench.workload import Lengths, Planned, synthetic
 from pdproxy_lab.sim.server import SimServer
 from tests.bench.servers import FAST, Write, answering, engines
 
@@ -27,14 +27,16 @@ SHAPE = Shape(
 )
 
 
+def ten(seed: int) -> list[Planned]:
+    arrivals = Arrivals(kind="constant", rate=100)
+    return synthetic(arrivals, Lengths(4, 4), Lengths(2, 2), seed, requests=10)
+
+
 def options(url: str, **fields: object) -> BenchOptions:
     known = {
         "servers": (Address("it", url),),
         "seeds": range(2),
-        "plan": lambda seed: synthetic(
-            Arrivals(kind="constant", rate=100), Lengths(4, 4), Lengths(2, 2), seed, requests=10
-        ),
-        "shape": SHAPE,
+        "loads": (Load(ten, SHAPE),),
         "endpoint": "completions",
         "allow_lag": True,
         "timeout": 60.0,

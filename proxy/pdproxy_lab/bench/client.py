@@ -193,16 +193,27 @@ class Run:
         for task in (*self._open, *([self._offering] if self._offering is not None else [])):
             task.cancel()
 
-    async def go(self, planned: Sequence[Planned]) -> Observed:
-        """Send all requests, wait until each has ended, and return what was seen."""
+    def give_up(self, why: str) -> None:
+        """End it now, as `stop`: nothing of it may be used."""
+        self._seen.given_up = why
+        self._close()
+
+    async def go(
+        self, planned: Sequence[Planned], limit: tuple[float, str] | None = None
+    ) -> Observed:
+        """Send all requests, wait until each has ended, and return what was seen.
+
+        `limit`: seconds after which it is given up, and why it then was; None: only the requests'
+        own deadlines end it.
+        """
         if self._seen.cut:
             return self._seen
-        async with self._watching_loop():
+        async with self._watching_loop(), self._within(limit):
             self._start = self._clock() + _AHEAD
             self._offering = asyncio.create_task(self._offer(planned))
             try:
                 await asyncio.wait([self._offering])
-                if self._seen.cut or self._seen.overflow:
+                if self._seen.cut or self._seen.given_up:
                     self._close()
                 elif not self._offering.cancelled():
                     self._offering.result()  # a defect of this program is not kept quiet
@@ -221,7 +232,10 @@ class Run:
             while (left := due - self._clock()) > 0:  # noqa: ASYNC110 - a timer may be early by its loop's resolution
                 await asyncio.sleep(left)
             if len(self._open) >= self._max_in_flight:
-                self._seen.overflow = True
+                self._seen.given_up = (
+                    f"{self._max_in_flight} requests were in flight: the server can't follow, or "
+                    f"--max-in-flight is too low"
+                )
                 return
             outcome = Outcome(
                 due=one.at, asked_input=one.input_tokens, asked_output=one.output_tokens
@@ -231,6 +245,17 @@ class Run:
             self._open.add(task)
             self._seen.most_in_flight = max(self._seen.most_in_flight, len(self._open))
             task.add_done_callback(self._open.discard)
+
+    @contextlib.asynccontextmanager
+    async def _within(self, limit: tuple[float, str] | None) -> AsyncIterator[None]:
+        if limit is None:
+            yield
+            return
+        timer = asyncio.get_running_loop().call_later(limit[0], self.give_up, limit[1])
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     @contextlib.asynccontextmanager
     async def _watching_loop(self) -> AsyncIterator[None]:

@@ -8,7 +8,7 @@ empty.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,7 +45,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Table(msgspec.Struct, frozen=True):
-    """Columns are servers."""
+    """Columns are servers, or the rates of a sweep."""
 
     names: tuple[str, ...]
     rows: tuple[Row, ...]
@@ -87,18 +87,22 @@ def read_records(path: Path) -> list[Record]:
     return found
 
 
-def table_of(records: Sequence[Record]) -> Table:
-    """Return the records side by side, in the order in which the servers' names come first.
+def name_of(record: Record) -> str:
+    """Return the server's name."""
+    return str(record["pdproxy"]["name"])
+
+
+def table_of(records: Sequence[Record], column: Callable[[Record], str] = name_of) -> Table:
+    """Return the records side by side, in the order in which the columns' names come first.
+    `column`: the name of a record's column.
 
     Raises:
-        BenchError: they are of too many servers.
+        BenchError: they are too many columns.
     """
-    names = tuple(dict.fromkeys(str(record["pdproxy"]["name"]) for record in records))
+    names = tuple(dict.fromkeys(map(column, records)))
     if len(names) > MAX_COLUMNS:
-        raise BenchError(f"{len(names)} servers: {MAX_COLUMNS} fit side by side", USAGE_ERROR)
-    columns = [
-        [record for record in records if record["pdproxy"]["name"] == name] for name in names
-    ]
+        raise BenchError(f"{len(names)} columns: {MAX_COLUMNS} fit side by side", USAGE_ERROR)
+    columns = [[record for record in records if column(record) == name] for name in names]
 
     def row(title: str, unit: str, digits: int, *path: str, factor: float = 1.0) -> Row:
         return Row(

@@ -122,9 +122,7 @@ def spread_of(values: Sequence[float]) -> Spread | None:
     )
 
 
-def summarise(
-    seen: Observed, slos: Sequence[BenchSlo], *, allow_lag: bool = False, max_in_flight: int = 0
-) -> Summary:
+def summarise(seen: Observed, slos: Sequence[BenchSlo], *, allow_lag: bool = False) -> Summary:
     """Return what a run's requests amount to."""
     ended = [outcome for outcome in seen.outcomes if outcome.error != "cut"]
     done = [outcome for outcome in ended if outcome.error is None]
@@ -146,11 +144,8 @@ def summarise(
         most_in_flight=seen.most_in_flight,
     )
     late = max(lag.p99, lag.loop_p99)
-    if seen.overflow:
-        made.refused["run"] = (
-            f"{max_in_flight} requests were in flight: the server can't follow, or "
-            f"--max-in-flight is too low"
-        )
+    if seen.given_up:
+        made.refused["run"] = seen.given_up
     elif late > MAX_LAG and not allow_lag:
         made.refused["run"] = (
             f"this process was late itself: p99 {late * 1000:.1f} ms, {MAX_LAG * 1000:.0f} ms "

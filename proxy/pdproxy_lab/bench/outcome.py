@@ -90,6 +90,6 @@ class Observed(msgspec.Struct, kw_only=True):
     """From the start until the last answer has ended."""
     cut: bool = False
     """Whether it was stopped before its end."""
-    overflow: bool = False
-    """Whether it was stopped because too many requests were in flight."""
+    given_up: str = ""
+    """Why nothing of it may be used, such as too many requests in flight; empty: all may be."""
     most_in_flight: int = 0

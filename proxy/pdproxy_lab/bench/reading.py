@@ -4,6 +4,7 @@ user.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +17,8 @@ from pdproxy_lab.bench.trace import MAX_TOKENS
 from pdproxy_lab.bench.workload import Lengths
 
 MAX_SERVERS = 8
+MAX_RATES = 16
+"""Of a sweep."""
 MAX_EXTRA = 65_536
 """Bytes of --extra-body."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,32}")
@@ -105,6 +108,26 @@ def rate(text: str) -> tuple[float, float | None]:
     low, colon, high = text.partition(":")
     found = [_number(part, text, 0.0, MAX_RATE) for part in ((low, high) if colon else (low,))]
     return found[0], found[1] if colon else None
+
+
+def sweep(text: str) -> tuple[float, ...]:
+    """Read the rates of a sweep, `A,B,...`, or `A:B:STEP` with both ends. Returned ascending."""
+    if ":" in text:
+        parts = text.split(":")
+        if len(parts) != 3:
+            raise ValueError(f"expected rates A,B,... or A:B:STEP, got {text[:40]!r}")
+        low, high, step = (_number(part, text, 0.0, MAX_RATE) for part in parts)
+        # beyond the limit only by one: a step may be tiny
+        count = min(math.floor((high - low) / step + 1e-9), MAX_RATES) + 1 if low <= high else 0
+        rates = [round(low + index * step, 9) for index in range(count)]
+    else:
+        parts = text.split(",")[: MAX_RATES + 1]
+        rates = [_number(part, text, 0.0, MAX_RATE) for part in parts]
+    if not 2 <= len(rates) <= MAX_RATES:
+        raise ValueError(f"expected 2 to {MAX_RATES} rates, got {text[:40]!r}")
+    if len(set(rates)) < len(rates):
+        raise ValueError(f"a rate is there twice: {text[:40]!r}")
+    return tuple(sorted(rates))
 
 
 def number(low: float, high: float, what: str) -> Any:

@@ -4,9 +4,9 @@ remarks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from pdproxy_lab.bench.compare import Cell, Table
+from pdproxy_lab.bench.compare import Cell, Row, Table
 from pdproxy_lab.bench.record import Record
 
 _NOTHING = "-"
@@ -19,20 +19,36 @@ def text_of(table: Table, records: Sequence[Record]) -> str:
     seeds = max((cell.runs for row in table.rows for cell in row.cells if cell), default=0)
     head = f"median of {seeds} runs (lowest to highest)" if seeds > 1 else "one run"
     lines = [head, *_table(table)]
-    remarks = list(dict.fromkeys(_remarks(records)))
-    if remarks:
-        lines += ["", *remarks[:_MAX_LINES]]
-    if len(remarks) > _MAX_LINES:
-        lines.append(f"... and {len(remarks) - _MAX_LINES} lines more")
-    return "\n".join(lines) + "\n"
+    found = remarks(records)
+    return "\n".join([*lines, *([""] if found else []), *found]) + "\n"
+
+
+def remarks(records: Sequence[Record], what: Callable[[Record], str] = lambda _: "") -> list[str]:
+    """Return lines on what was not measured, the errors and remarks. `what`: goes behind a
+    server's name.
+    """
+    found = list(dict.fromkeys(_remarks(records, what)))
+    if len(found) > _MAX_LINES:
+        return [*found[:_MAX_LINES], f"... and {len(found) - _MAX_LINES} lines more"]
+    return found
 
 
 def _table(table: Table) -> Iterator[str]:
     rows = [["", *table.names]]
-    for row in table.rows:
-        title = f"{row.title} ({row.unit})" if row.unit else row.title
-        rows.append([title, *(_shown(cell, row.digits) for cell in row.cells)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(table.names) + 1)]
+    rows += [
+        [_titled(row), *(_shown(cell, row.digits) for cell in row.cells)] for row in table.rows
+    ]
+    return aligned(rows)
+
+
+def _titled(row: Row) -> str:
+    """Return a row's title with its unit."""
+    return f"{row.title} ({row.unit})" if row.unit else row.title
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield a line per row: the first column on the left, the others on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for title, *cells in rows:
         shown = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
         yield "  ".join([title.ljust(widths[0]), *shown]).rstrip()
@@ -47,22 +63,18 @@ def _shown(cell: Cell | None, digits: int) -> str:
     return f"{middle} ({cell.low:.{digits}f} to {cell.high:.{digits}f})"
 
 
-def _remarks(records: Sequence[Record]) -> Iterator[str]:
+def _remarks(records: Sequence[Record], what: Callable[[Record], str]) -> Iterator[str]:
     for record in records:
         ours = record["pdproxy"]
-        where = (
-            f"{ours.get('name')}, seed {ours.get('seed')}"
-            if ours.get("seed") is not None
-            else f"{ours.get('name')}"
-        )
+        name = where = f"{ours.get('name')}{what(record)}"
+        if ours.get("seed") is not None:
+            where = f"{name}, seed {ours['seed']}"
         if ours.get("partial"):
             yield f"{where}: PARTIAL: it was stopped, {ours.get('cut')} requests were cut"
         refused = ours.get("not_measured") or {}
         if "run" in refused:
             yield f"{where}: NOT MEASURED: {refused['run']}"
-        yield from _missing(
-            str(ours.get("name")), where, {key: why for key, why in refused.items() if key != "run"}
-        )
+        yield from _missing(name, where, {key: why for key, why in refused.items() if key != "run"})
         for kind, count in (ours.get("errors") or {}).items():
             yield f"{where}: {count} x {kind}: {(ours.get('error_texts') or {}).get(kind, '')}"
         yield from (f"{where}: {remark}" for remark in ours.get("remarks") or ())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import resource
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -22,10 +23,12 @@ import msgspec
 from pdproxy_lab.bench.client import Run, RunProgress, Target, session_of
 from pdproxy_lab.bench.errors import USAGE_ERROR, BenchError
 from pdproxy_lab.bench.measures import summarise
+from pdproxy_lab.bench.outcome import Observed
 from pdproxy_lab.bench.prompts import ONE_EACH, Endpoint, Prompts, WordTokens, word_tokens
 from pdproxy_lab.bench.reading import Address
 from pdproxy_lab.bench.record import Record, Shape, details_of, record_of
 from pdproxy_lab.bench.slo import BenchSlo
+from pdproxy_lab.bench.sweep import Sweep
 from pdproxy_lab.bench.workload import Lengths, Planned
 
 MAX_IN_FLIGHT = 4096
@@ -40,16 +43,23 @@ _PROGRESS = 0.5
 """Seconds between two reports of the progress."""
 
 
+class Load(msgspec.Struct, frozen=True):
+    """`plan` returns the requests of a seed, `shape` describes them without seed and number."""
+
+    plan: Callable[[int], list[Planned]]
+    shape: Shape
+
+
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure. `plan` returns the requests of a seed, `shape` describes them without seed
-    and number.
-    """
+    """What to measure."""
 
     servers: tuple[Address, ...]
     seeds: range
-    plan: Callable[[int], list[Planned]]
-    shape: Shape
+    loads: tuple[Load, ...]
+    """One; of a sweep, one per rate, the lowest first."""
     endpoint: Endpoint
+    sweep_seconds: float | None = None
+    """What all runs of a sweep may take; None: it is no sweep."""
     slos: tuple[BenchSlo, ...] = ()
     model: str | None = None
     """None: the first one that the server lists."""
@@ -93,6 +103,7 @@ class BenchSession:
         self._asking: asyncio.Task[None] | None = None
         self._words: dict[str, WordTokens] = {}
         """By a server's name, for chats."""
+        self.sweep: Sweep | None = None
         self.stopped = False
 
     def stop(self) -> None:
@@ -119,11 +130,13 @@ class BenchSession:
             gc.collect()
             gc.freeze()  # what is there by now need not be searched while times are taken
             try:
-                for seed in self._options.seeds:
-                    planned = self._options.plan(seed)
+                if (seconds := self._options.sweep_seconds) is not None:
+                    self.sweep = Sweep(seconds)
+                for load, seed in itertools.product(self._options.loads, self._options.seeds):
+                    planned = load.plan(seed)
                     for target in self._targets:
                         if not self.stopped:
-                            await self._one(session, target, seed, planned, most)
+                            await self._one(session, target, load.shape, seed, planned, most)
             finally:
                 gc.unfreeze()
 
@@ -134,7 +147,7 @@ class BenchSession:
             model = options.model or await _first_model(session, server, options)
             target = Target(name=server.name, url=server.url, model=model, headers=options.headers)
             self._targets.append(target)
-            first = options.plan(options.seeds.start)[:1]
+            first = options.loads[0].plan(options.seeds.start)[:1]
             planned = (
                 [
                     msgspec.structs.replace(first[0], at=i * _WARM_UP_GAP)
@@ -143,7 +156,7 @@ class BenchSession:
                 if first
                 else []
             )
-            run = self._run_of(session, target, "warm-up", MAX_IN_FLIGHT)
+            run = self._run_of(session, target, options.loads[0].shape, "warm-up", MAX_IN_FLIGHT)
             for outcome in (await run.go(planned)).outcomes:
                 if outcome.error is not None:
                     raise BenchError(
@@ -174,10 +187,17 @@ class BenchSession:
             self._words[target.name] = word_tokens(*known)
 
     def _run_of(
-        self, session: aiohttp.ClientSession, target: Target, seed: object, most: int
+        self,
+        session: aiohttp.ClientSession,
+        target: Target,
+        shape: Shape,
+        seed: object,
+        most: int,
     ) -> Run:
         options = self._options
-        salt = f"{options.shape.salt}:{target.name}:{seed}"
+        # another rate is another run: its prompts must not be in the caches
+        rate = f":{shape.rate}" if self.sweep is not None else ""
+        salt = f"{shape.salt}:{target.name}:{seed}{rate}"
         words = self._words.get(target.name, ONE_EACH)
         prompts = Prompts(
             options.endpoint, target.model, salt, options.ids, dict(options.extra), words
@@ -195,17 +215,24 @@ class BenchSession:
         self,
         session: aiohttp.ClientSession,
         target: Target,
+        shape: Shape,
         seed: int,
         planned: Sequence[Planned],
         most: int,
     ) -> None:
-        options = self._options
-        self._run = run = self._run_of(session, target, seed, most)
-        async with self._reporting(run, target, seed):
-            seen = await run.go(planned)
-        self._run = None
-        summary = summarise(seen, options.slos, allow_lag=options.allow_lag, max_in_flight=most)
-        shape = msgspec.structs.replace(options.shape, seed=seed, requests=len(planned))
+        options, sweep = self._options, self.sweep
+        refusal = sweep.refusal(target.name, planned) if sweep is not None else ""
+        if refusal:
+            seen = Observed(outcomes=[], loop_lags=[], seconds=0.0, given_up=refusal)
+        else:
+            self._run = run = self._run_of(session, target, shape, seed, most)
+            async with self._reporting(run, target, seed):
+                seen = await run.go(planned, None if sweep is None else sweep.limit(planned))
+            self._run = None
+        if sweep is not None and not refusal:
+            sweep.note(target.name, shape.rate, planned, seen)
+        summary = summarise(seen, options.slos, allow_lag=options.allow_lag)
+        shape = msgspec.structs.replace(shape, seed=seed, requests=len(planned))
         record = record_of(summary, target, shape, options.slos, options.version)
         self._on_record(record | details_of(seen) if options.detailed else record)
 

@@ -13,7 +13,7 @@ import secrets
 import signal
 import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -34,10 +34,17 @@ if TYPE_CHECKING:
     from pdproxy_lab.bench.client import RunProgress
     from pdproxy_lab.bench.record import Record
     from pdproxy_lab.bench.session import BenchOptions
+    from pdproxy_lab.bench.trace import TraceEntry
     from pdproxy_lab.bench.workload import Planned
+
+    _Rate = tuple[float, float | None]
+    """Requests per second: of a ramp, at its start and at its end."""
+    Plan = Callable[[int], list[Planned]]
 
 _INTERRUPTED = 130
 _MAX_KEY = 8192
+_MAX_RUNS = 500
+"""Of a sweep."""
 
 
 def add(commands: Commands, summary: str) -> None:
@@ -51,12 +58,14 @@ def add(commands: Commands, summary: str) -> None:
         "were good. Several servers are measured alternately with the same loads. The exit code "
         "is 0 if all was measured, 1 if "
         "not, 2 if the options are wrong, 130 if it was interrupted.",
-        usage="pdproxy bench [NAME=]URL [...] --rate R [option ...]",
+        usage="pdproxy bench [NAME=]URL [...] (--rate R | --sweep RATES) [option ...]",
         epilog=examples(
             "pdproxy bench 127.0.0.1:8000 --rate 8 --input-tokens 4000 --output-tokens 128 --slo "
             "ttft=500ms,tpot=15ms",
             "pdproxy bench split=127.0.0.1:8000 plain=127.0.0.1:8200 --rate 2:12 --arrivals ramp "
             "--plot bench.png",
+            "pdproxy bench split=127.0.0.1:8000 plain=127.0.0.1:8200 --sweep 2:16:2 --slo "
+            "ttft=500ms,tpot=15ms --plot sweep.png",
             "pdproxy bench 127.0.0.1:8000 --trace trace.jsonl --slice 0:60 --spread --json "
             "bench.jsonl",
             "pdproxy bench --compare before.jsonl after.jsonl",
@@ -68,8 +77,9 @@ def add(commands: Commands, summary: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print the report, return the exit code."""
-    from pdproxy_lab.bench import plots
+    from pdproxy_lab.bench import figure, plots, sweep_report
     from pdproxy_lab.bench.compare import read_records, table_of
+    from pdproxy_lab.bench.curves import curves_of
     from pdproxy_lab.bench.errors import BenchError
     from pdproxy_lab.bench.report import text_of
 
@@ -78,21 +88,29 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _check(arguments)
         if arguments.plot is not None:
-            plots.check(arguments.plot)
+            figure.check(arguments.plot)
             check_writable(arguments.plot, "--plot")
         for path in arguments.compare:
             records += read_records(path)
         if arguments.servers:
             options, name = _options(arguments), arguments.profile
-            simulation = None if name is None else simulation_of(name, options.plan, options.slos)
+            simulations = (
+                []
+                if name is None
+                else [simulation_of(name, load, options.slos) for load in options.loads]
+            )
             code = _measure(options, arguments.json, records)
-            if simulation is not None and code != _INTERRUPTED:
-                records += records_of(simulation, name, options.seeds)
-        if records:
-            table = table_of(records)
-            print(text_of(table, records), end="")
-            if arguments.plot is not None:
-                plots.plot(table, arguments.plot)
+            for simulation, load in zip(simulations, options.loads, strict=False):
+                if code != _INTERRUPTED:
+                    records += records_of(simulation, name, options.seeds, load.shape.rate)
+        curves = curves_of(records)
+        if curves:
+            print(sweep_report.text_of(curves, records), end="")
+        elif records:
+            print(text_of(table_of(records), records), end="")
+        if records and arguments.plot is not None:
+            drawn = plots.curves(curves, records) if curves else plots.bars(records)
+            figure.save(drawn, arguments.plot)
     except BenchError as error:
         sys.stderr.write(f"{arguments.prog}: {error}\n")
         return error.code
@@ -104,14 +122,20 @@ def _check(arguments: argparse.Namespace) -> None:
     mistakes = []
     if not arguments.servers and not arguments.compare:
         mistakes.append("a URL or --compare is missing")
-    if arguments.servers and arguments.rate is None and arguments.trace is None:
-        mistakes.append("--rate or --trace is missing")
+    given = [arguments.rate, arguments.sweep, arguments.trace]
+    if arguments.servers and all(one is None for one in given):
+        mistakes.append("--rate, --sweep or --trace is missing")
+    mistakes += _mistakes_with_sweep(arguments)
     if arguments.duration is not None and arguments.requests is not None:
         mistakes.append("--duration and --requests: give one of them")
     mistakes += mistakes_with_arrivals(arguments)
     mistakes += mistakes_with_trace(arguments, ("scale", "slice", "max-tokens", "spread"))
-    if arguments.trace is not None and arguments.rate is not None and arguments.scale is not None:
-        mistakes.append("--scale: has no effect with --rate")
+    if arguments.trace is not None and arguments.scale is not None:
+        mistakes += [
+            f"--scale: has no effect with --{name}"
+            for name in ("rate", "sweep")
+            if getattr(arguments, name) is not None
+        ]
     if arguments.token_ids is not None and arguments.endpoint == "chat":
         mistakes.append("--token-ids: has no effect with --endpoint chat")
     if arguments.api_key is not None and arguments.api_key_file is not None:
@@ -130,20 +154,39 @@ def _check(arguments: argparse.Namespace) -> None:
         raise SettingsError(*mistakes)
 
 
+def _mistakes_with_sweep(arguments: argparse.Namespace) -> list[str]:
+    if arguments.sweep is None:
+        return (
+            []
+            if arguments.max_seconds is None
+            else ["--max-seconds: has no effect without --sweep"]
+        )
+    mistakes = []
+    if arguments.rate is not None:
+        mistakes.append("--rate and --sweep: give one of them")
+    if arguments.arrivals == "ramp":
+        mistakes.append("--sweep: has no ramps")
+    runs = len(arguments.sweep) * arguments.seeds * len(arguments.servers)
+    if runs > _MAX_RUNS:
+        mistakes.append(f"--sweep: {runs} runs, {_MAX_RUNS} at most: fewer rates, seeds or servers")
+    return mistakes
+
+
 def _options(arguments: argparse.Namespace) -> BenchOptions:
+    import msgspec
+
     from pdproxy import __version__
     from pdproxy_lab.bench import reading
     from pdproxy_lab.bench.record import Shape
-    from pdproxy_lab.bench.session import BenchOptions
+    from pdproxy_lab.bench.session import BenchOptions, Load
     from pdproxy_lab.bench.workload import Lengths
 
-    plan, left_out = _plan(arguments)
+    rates = [(rate, None) for rate in arguments.sweep or ()] or [arguments.rate]
+    plans, left_out = _plans(arguments, rates)
     shape = Shape(
         endpoint=arguments.endpoint,
-        arrivals="trace" if arguments.rate is None else arguments.arrivals,
-        rate=None
-        if arguments.rate is None
-        else sum(r for r in arguments.rate if r) / (2 if arguments.rate[1] else 1),
+        arrivals="trace" if rates[0] is None else arguments.arrivals,
+        rate=None,
         burstiness=arguments.burstiness or DEFAULT_BURSTINESS
         if arguments.arrivals == "burst"
         else 1.0,
@@ -158,8 +201,11 @@ def _options(arguments: argparse.Namespace) -> BenchOptions:
     return BenchOptions(
         servers=servers,
         seeds=range(arguments.first_seed, arguments.first_seed + arguments.seeds),
-        plan=plan,
-        shape=shape,
+        loads=tuple(
+            Load(plan, msgspec.structs.replace(shape, rate=_mean(rate)))
+            for plan, rate in zip(plans, rates, strict=True)
+        ),
+        sweep_seconds=None if arguments.sweep is None else arguments.max_seconds or 3600.0,
         endpoint=arguments.endpoint,
         slos=tuple(arguments.slo),
         model=arguments.model,
@@ -176,56 +222,63 @@ def _options(arguments: argparse.Namespace) -> BenchOptions:
     )
 
 
-def _plan(arguments: argparse.Namespace) -> tuple[Callable[[int], list[Planned]], int]:
-    """Return what makes the requests of a seed, and how many of the trace were left out for their
-    length.
+def _mean(rate: _Rate | None) -> float | None:
+    """Return requests per second over a whole run, of a ramp the middle."""
+    if rate is None or rate[1] is None:
+        return None if rate is None else rate[0]
+    return (rate[0] + rate[1]) / 2
+
+
+def _plans(arguments: argparse.Namespace, rates: Sequence[_Rate | None]) -> tuple[list[Plan], int]:
+    """Return what makes the requests of a seed at each rate, and how many of the trace were left
+    out for their length.
     """
-    from pdproxy_lab.bench.arrivals import Arrivals
     from pdproxy_lab.bench.trace import cut, read_trace, spread
+
+    entries, left_out = None, 0
+    if arguments.trace is not None:
+        with as_settings_error("--trace: "):
+            found = cut(read_trace(arguments.trace), *(arguments.slice or (0.0, math.inf)))
+            found = spread(found) if arguments.spread else found
+            longest = arguments.max_tokens or math.inf
+            entries = [e for e in found if e.input_tokens + e.output_tokens <= longest]
+            left_out = len(found) - len(entries)
+    plans = [_plan(arguments, rate, entries) for rate in rates]
+    with as_settings_error(""):
+        if not all(plan(0) for plan in plans):
+            raise ValueError("no requests: the trace's slice or the duration is too short")
+    return plans, left_out
+
+
+def _plan(
+    arguments: argparse.Namespace, rate: _Rate | None, entries: Sequence[TraceEntry] | None
+) -> Plan:
+    """Return what makes the requests of a seed. `rate`: None: the trace's own times."""
+    from pdproxy_lab.bench.arrivals import Arrivals
     from pdproxy_lab.bench.workload import Lengths, replayed, synthetic
 
     arrivals = None
-    if arguments.rate is not None:
+    if rate is not None:
         with as_settings_error("--rate: "):
-            low, high = arguments.rate
             arrivals = Arrivals(
                 kind=arguments.arrivals,
-                rate=low,
-                end_rate=high,
+                rate=rate[0],
+                end_rate=rate[1],
                 burstiness=arguments.burstiness or DEFAULT_BURSTINESS,
             )
     duration, requests = arguments.duration, arguments.requests
-    if arguments.trace is None:
+    if entries is None:
         assert arrivals is not None
         inputs = arguments.input_tokens or Lengths(1024, 1024)
         outputs = arguments.output_tokens or Lengths(128, 128)
         length = None if requests is not None else duration or 60.0
-
-        def plan(seed: int) -> list[Planned]:
-            return synthetic(arrivals, inputs, outputs, seed, duration=length, requests=requests)
-
-        left_out = 0
-    else:
-        with as_settings_error("--trace: "):
-            entries = cut(read_trace(arguments.trace), *(arguments.slice or (0.0, math.inf)))
-            entries = spread(entries) if arguments.spread else entries
-            fitting = [
-                e
-                for e in entries
-                if e.input_tokens + e.output_tokens <= (arguments.max_tokens or math.inf)
-            ]
-            left_out = len(entries) - len(fitting)
-
-        def plan(seed: int) -> list[Planned]:
-            scale = arguments.scale or 1.0
-            return replayed(
-                fitting, seed, scale=scale, arrivals=arrivals, duration=duration, requests=requests
-            )
-
-    with as_settings_error(""):
-        if not plan(0):
-            raise ValueError("no requests: the trace's slice or the duration is too short")
-    return plan, left_out
+        return lambda seed: synthetic(
+            arrivals, inputs, outputs, seed, duration=length, requests=requests
+        )
+    scale = arguments.scale or 1.0
+    return lambda seed: replayed(
+        entries, seed, scale=scale, arrivals=arrivals, duration=duration, requests=requests
+    )
 
 
 def authorization(arguments: argparse.Namespace) -> dict[str, str]:
@@ -276,7 +329,9 @@ def _measure(options: BenchOptions, path: Path | None, records: list[Record]) ->
         def keep(record: Record) -> None:
             nonlocal refused
             records.append(record)
-            refused = refused or "run" in record["pdproxy"]["not_measured"]
+            sweep = session.sweep
+            beyond = sweep is not None and record["label"] in sweep.stopped
+            refused = refused or ("run" in record["pdproxy"]["not_measured"] and not beyond)
             _append(file, record)
 
         terminal = sys.stderr.isatty()

@@ -28,6 +28,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="requests per second; A:B with --arrivals ramp (default: the times of --trace)",
     )
     load.add_argument(
+        "--sweep",
+        metavar="RATES",
+        type=typed(reading.sweep),
+        help="measure each of these rates instead of one, the lowest first: A,B,... or A:B:STEP "
+        "requests per second; a server is measured no more when a rate is far beyond its capacity "
+        "(default: no sweep)",
+    )
+    load.add_argument(
+        "--max-seconds",
+        metavar="S",
+        type=typed(reading.number(0.0, 86_400.0, "seconds")),
+        help="seconds after which no run of a sweep begins or goes on (default: 3600)",
+    )
+    load.add_argument(
         "--arrivals",
         choices=KINDS,
         default="poisson",

@@ -4,22 +4,19 @@ profile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdproxy_lab.cli.load_options import as_settings_error
 
 if TYPE_CHECKING:
+    from pdproxy_lab.bench.session import Load
     from pdproxy_lab.bench.slo import BenchSlo
-    from pdproxy_lab.bench.workload import Planned
     from pdproxy_lab.simulate.run import Simulation
 
 
-def simulation_of(
-    name: str, plan: Callable[[int], Sequence[Planned]], slos: tuple[BenchSlo, ...]
-) -> Simulation:
-    """Return one plain engine with a profile. `plan`: makes the requests of a seed.
+def simulation_of(name: str, measured: Load, slos: tuple[BenchSlo, ...]) -> Simulation:
+    """Return one plain engine with a profile, and the load of a bench.
 
     Raises:
         SettingsError: the profile can't be used.
@@ -44,14 +41,16 @@ def simulation_of(
             hardware=profile.hardware,
             shapes=dict.fromkeys(Role, shape),
             policies={Role.PREFILL: "least_load", Role.DECODE: "least_load"},
-            load=Given(plan=plan),
+            load=Given(plan=measured.plan),
             slos=slos,
         )
 
 
-def records_of(simulation: Simulation, name: str, seeds: range) -> list[dict[str, Any]]:
+def records_of(
+    simulation: Simulation, name: str, seeds: range, rate: float | None
+) -> list[dict[str, Any]]:
     """Run the seeds of a bench and return a record of each, with the profile's name as that of the
-    server.
+    server. `rate`: of the load, in requests per second.
 
     Raises:
         SettingsError: the engine can't serve the load.
@@ -59,4 +58,5 @@ def records_of(simulation: Simulation, name: str, seeds: range) -> list[dict[str
     from pdproxy_lab.simulate.run import run_all
 
     with as_settings_error("--profile: "):
-        return run_all(simulation, f"profile {Path(name).stem}"[:32], seeds, {"profile": name})
+        found = run_all(simulation, f"profile {Path(name).stem}"[:32], seeds, {"profile": name})
+    return [{"request_rate": rate, **record} for record in found]

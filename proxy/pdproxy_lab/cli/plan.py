@@ -185,7 +185,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Imported here: wrong options should be reported at once.
     import msgspec
 
-    from pdproxy_lab.bench import plots
+    from pdproxy_lab.bench import figure
     from pdproxy_lab.bench.errors import BenchError
     from pdproxy_lab.plan.answer import answer, as_json
     from pdproxy_lab.plan.plot import plot
@@ -201,7 +201,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with contextlib.ExitStack() as stack, as_settings_error(""):
             if arguments.plot is not None:
-                plots.check(arguments.plot)
+                figure.check(arguments.plot)
                 check_writable(arguments.plot, "--plot")
             file = opened(arguments.json, stack)
             if arguments.gpus is None:

@@ -1,4 +1,4 @@
-"""A plot of the alternatives of a plan. It needs matplotlib: `bench.plots.check` tests for it."""
+"""A plot of the alternatives of a plan. It needs matplotlib: `bench.figure.check` tests for it."""
 
 from __future__ import annotations
 

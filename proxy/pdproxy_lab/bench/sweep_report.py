@@ -1,0 +1,55 @@
+"""The report of a sweep as text: a table of the rates for each server, and the highest rate that
+each of them served within each SLO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pdproxy_lab.bench.curves import GOOD_SHARE, Curve, rate_of, served_text
+from pdproxy_lab.bench.record import Record
+from pdproxy_lab.bench.report import aligned, remarks
+
+_ROWS = ("throughput", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99")
+
+
+def text_of(curves: Sequence[Curve], records: Sequence[Record]) -> str:
+    """Return the report, with a line feed at its end."""
+    lines = []
+    for curve in curves:
+        lines += [f"{curve.name}: medians, in req/s and ms", *aligned(rows_of(curve)), ""]
+    lines += capacities(curves)
+    lines += missing(curves)
+    measured = [one for one in records if "run" not in (one["pdproxy"].get("not_measured") or {})]
+    lines += remarks(measured, lambda one: f", {rate_of(one) or 0:g} req/s")
+    return "\n".join(lines) + "\n"
+
+
+def rows_of(curve: Curve) -> list[list[str]]:
+    """Return a server's table, with a row of titles and one per rate."""
+    rows = [row for row in curve.table.rows if row.title in _ROWS or row.title.startswith("good: ")]
+    titles = [f"{row.title} (%)" if row.unit == "%" else row.title for row in rows]
+    found = [["rate", *titles]]
+    for index, rate in enumerate(curve.table.names):
+        cells = (row.cells[index] for row in rows)
+        shown = [
+            "-" if cell is None else f"{cell.middle:.{row.digits}f}"
+            for row, cell in zip(rows, cells, strict=True)
+        ]
+        found.append([rate, *shown])
+    return found
+
+
+def capacities(curves: Sequence[Curve]) -> Iterator[str]:
+    """Yield a line per SLO: the highest rate that each server served."""
+    for slo in dict.fromkeys(slo for curve in curves for slo in curve.slos):
+        rates = "; ".join(f"{one.name} {served_text(one, slo)}" for one in curves)
+        yield f"{GOOD_SHARE:g} % of the requests were good ({slo}) up to: {rates}"
+
+
+def missing(curves: Sequence[Curve]) -> Iterator[str]:
+    """Yield a line per server and reason: at which rates nothing was measured."""
+    for curve in curves:
+        for why in dict.fromkeys(curve.not_measured.values()):
+            rates = [f"{rate:g}" for rate, reason in curve.not_measured.items() if reason == why]
+            yield f"{curve.name}: NOT MEASURED at {', '.join(rates)} req/s: {why}"
