@@ -171,7 +171,7 @@ def test_a_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert made["pdproxy"]["left_out"] == 1
     assert len({prompt[:512] for prompt in prompts}) == 1
     assert len(set(prompts)) == 8
-    assert "1 requests of the trace were left out" in capsys.readouterr().out
+    assert "1 requests of trace.jsonl were left out" in capsys.readouterr().out
 
 
 def test_chats_headers_and_keys_are_sent(
@@ -366,6 +366,14 @@ WRONG: list[tuple[list[str], str]] = [
     ([URL, "--rate", "1", "--profile", "nowhere"], "--profile: nowhere: neither a file nor one of"),
     (["--compare", "x", "--profile", "h200-8b"], "--profile: has no effect without a URL"),
     ([URL, "--rate", "1", "--spread"], "--spread: has no effect without --trace"),
+    ([URL, "--rate", "1", "--sharegpt", "/no/such"], "--sharegpt: such can't be read"),
+    ([URL, "--sharegpt", "x"], "--rate, --sweep or --trace is missing"),
+    ([URL, "--sharegpt", "x", "--trace", "y"], "--trace and --sharegpt: give one of them"),
+    (
+        [URL, "--rate", "1", "--sharegpt", "x", "--output-tokens", "4"],
+        "--output-tokens: has no effect with --sharegpt",
+    ),
+    ([URL, "--rate", "1", "--max-tokens", "4"], "--max-tokens: has no effect without --trace"),
     ([URL, "--trace", "/no/such"], "--trace: such can't be read"),
     ([URL, "--trace", "x", "--input-tokens", "4"], "--input-tokens: has no effect with --trace"),
     ([URL, "--trace", "x", "--rate", "1", "--scale", "4"], "--scale: has no effect with --rate"),

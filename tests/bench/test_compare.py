@@ -169,7 +169,7 @@ def test_errors_and_refusals_are_in_the_text() -> None:
         "b, seed 0: PARTIAL: it was stopped, 4 requests were cut",
         "b, seed 0: 10 of 100 requests failed: latencies are those of the others",
         "b, seed 0: 2 answers have fewer tokens than asked",
-        "b, seed 0: 7 requests of the trace were left out: too long",
+        "b, seed 0: 7 requests of the trace were left out",
         "b, seed 0: prompts had 9.00 times the tokens that were asked for",
     ):
         assert line in text

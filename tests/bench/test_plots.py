@@ -14,15 +14,15 @@ from tests.bench.test_sweep import sweep_records
 
 def test_a_plot_of_servers_says_what_it_shows() -> None:
     made = plots.bars(
-        [record("$a", count=20), record("b", count=100), record("c", count=2, wrong=2)]
+        [record("$a$", count=20), record("b", count=100), record("c", count=2, wrong=2)]
     )
     text = figure.svg(made, "bars")
     assert "model m; 1 seed" in text
     assert "TTFT (ms): lower is better" in text
     assert "good requests (req/s): higher is better" in text
-    assert ">$a<" in text
+    assert ">$a$<" in text
     assert "c, seed 0: NOT MEASURED: no request was answered" in text
-    assert "$a: not measured: p99_ttft" in text
+    assert "$a$: not measured: p99_ttft" in text
     assert ">100.0<" in text, "a bar has its value"
 
 

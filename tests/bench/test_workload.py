@@ -90,6 +90,13 @@ def test_any_bytes_are_read_or_refused(content: bytes) -> None:
     assert "\n" not in says
 
 
+def test_a_trace_is_not_read_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdproxy_lab.bench.trace.MAX_FILE", 3 * len(line()))
+    assert len(read(3 * line())) == 3
+    with pytest.raises(TraceError, match="line 4: the trace is larger than"):
+        read(4 * line())
+
+
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="none can't be read: No such file"):
         read_trace(tmp_path / "none")

@@ -238,7 +238,9 @@ class Run:
                 )
                 return
             outcome = Outcome(
-                due=one.at, asked_input=one.input_tokens, asked_output=one.output_tokens
+                due=one.at,
+                asked_input=one.input_tokens if one.text is None else 0,
+                asked_output=one.output_tokens,
             )
             self._seen.outcomes.append(outcome)
             task = asyncio.create_task(self._sender.send(outcome, body, self._start))

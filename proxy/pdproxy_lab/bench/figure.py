@@ -62,7 +62,7 @@ def figure(title: str, load: str, size: tuple[float, float]) -> Any:
     made = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(made)
     shown = textwrap.fill(load, int(size[0] * 12))
-    made.suptitle(_plain(f"{title}\n{shown}" if load else title), fontsize=11)
+    made.suptitle(f"{title}\n{shown}" if load else title, fontsize=11)
     return made
 
 
@@ -73,14 +73,14 @@ def panels(made: Any, rows: int, columns: int) -> list[Any]:
 
 def describe(axes: Any, title: str, better: str) -> None:
     """Give axes a title that says what is better, such as `lower`."""
-    axes.set_title(_plain(f"{title}: {better} is better"), fontsize=10)
+    axes.set_title(f"{title}: {better} is better", fontsize=10)
     axes.grid(visible=True, alpha=0.3)
     axes.set_axisbelow(True)
 
 
 def say_in(axes: Any, text: str) -> None:
     """Write a text into axes that have nothing else."""
-    axes.text(0.5, 0.5, _plain(text), ha="center", va="center", transform=axes.transAxes)
+    axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)
     axes.set_xticks([])
     axes.set_yticks([])
 
@@ -93,7 +93,7 @@ def notes(made: Any, lines: Sequence[str]) -> None:
     if shown:
         width = int(made.get_figwidth() * 15)
         wrapped = "\n".join(textwrap.fill(line, width) for line in shown)
-        made.supxlabel(_plain(wrapped), fontsize=8, ha="left", x=0.01)
+        made.supxlabel(wrapped, fontsize=8, ha="left", x=0.01)
 
 
 def save(made: Any, path: Path, option: str = "--plot") -> None:
@@ -124,18 +124,14 @@ def svg(made: Any, name: str) -> str:
     return text[text.index("<svg") :].replace(INK, "currentColor")
 
 
-def _plain(text: str) -> str:
-    """Return a text in which no `$` begins mathematics: names are others'."""
-    return text.replace("$", r"\$")
-
-
 def styled() -> AbstractContextManager[None]:
-    """Return a context in which text and axes have the colour that `svg` replaces."""
+    """Return a context in which text is taken as it is, and has the colour that `svg` replaces."""
     import matplotlib
 
     return matplotlib.rc_context(
         {
             "text.color": INK,
+            "text.parse_math": False,  # names are others': no `$` begins mathematics
             "axes.titlecolor": INK,
             "legend.frameon": False,
             "axes.edgecolor": INK,

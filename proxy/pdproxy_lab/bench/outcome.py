@@ -17,7 +17,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     due: float
     """When it should have been sent."""
     asked_input: int
-    """Tokens of the prompt."""
+    """Tokens of the prompt; 0: nobody has counted them."""
     asked_output: int
     """Tokens that were asked for."""
     sent: float = 0.0

@@ -107,6 +107,12 @@ class Prompts:
 
     def body(self, index: int, planned: Planned) -> bytes:
         """Return the body of a run's request `index`."""
+        if planned.text is not None:
+            # the beginning differs, so no cache has the prompt
+            begin = random.Random(f"{self._salt}:request {index}").randbytes(4).hex()
+            text = msgspec.json.encode(f"{begin} {planned.text}")
+            head, tail = self._around(planned.output_tokens)
+            return b"".join((head, text, tail))
         return self._with(self._prompt(index, planned), planned.output_tokens)
 
     def listing(self, index: int, planned: Planned) -> bytes:
@@ -116,12 +122,17 @@ class Prompts:
         return self._with([self._items[0], *(self._items if index else ())], planned.output_tokens)
 
     def _with(self, prompt: list[bytes], output_tokens: int) -> bytes:
-        fields = self._fields | {self._length: output_tokens}
-        head, _, tail = msgspec.json.encode(fields).partition(_PLACE)
+        head, tail = self._around(output_tokens)
         items = self._join.join(prompt)
         return b"".join(
             (head, b'"', items, b'"', tail) if self._chat else (head, b"[", items, b"]", tail)
         )
+
+    def _around(self, output_tokens: int) -> tuple[bytes, bytes]:
+        """Return what a body has before and behind its prompt."""
+        fields = self._fields | {self._length: output_tokens}
+        head, _, tail = msgspec.json.encode(fields).partition(_PLACE)
+        return head, tail
 
     def _prompt(self, index: int, planned: Planned) -> list[bytes]:
         count = self._words.words(planned.input_tokens) if self._chat else planned.input_tokens

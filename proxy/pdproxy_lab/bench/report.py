@@ -81,7 +81,8 @@ def _remarks(records: Sequence[Record], what: Callable[[Record], str]) -> Iterat
         if ours.get("short"):
             yield f"{where}: {ours['short']} answers have fewer tokens than asked"
         if ours.get("left_out"):
-            yield f"{where}: {ours['left_out']} requests of the trace were left out: too long"
+            file = ours.get("trace") or "the trace"
+            yield f"{where}: {ours['left_out']} requests of {file} were left out"
         counted, asked = record.get("total_input_tokens"), ours.get("asked_input_tokens")
         if counted and asked and abs(counted - asked) > 0.02 * asked:
             yield f"{where}: prompts had {counted / asked:.2f} times the tokens that were asked for"

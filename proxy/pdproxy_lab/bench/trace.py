@@ -22,6 +22,8 @@ BLOCK = 512
 MAX_LINES = 1_000_000
 MAX_LINE = 1 << 20
 """Bytes."""
+MAX_FILE = 1 << 30
+"""Bytes."""
 MAX_TOKENS = 10_000_000
 _Tokens = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 
@@ -70,11 +72,14 @@ def parse_trace(name: str, lines: BinaryIO) -> list[TraceEntry]:
     """
     decoder = msgspec.json.Decoder(_Line)
     entries: list[TraceEntry] = []
-    number, last = 0, 0.0
+    number, size, last = 0, 0, 0.0
     while line := lines.readline(MAX_LINE + 1):
         number += 1
         if len(line) > MAX_LINE:
             raise TraceError(f"{name}, line {number}: longer than {MAX_LINE} bytes")
+        size += len(line)
+        if size > MAX_FILE:
+            raise TraceError(f"{name}, line {number}: the trace is larger than {MAX_FILE} bytes")
         if not line.strip():
             continue
         if len(entries) >= MAX_LINES:

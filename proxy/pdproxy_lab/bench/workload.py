@@ -15,13 +15,15 @@ from pdproxy_lab.bench.trace import TraceEntry
 
 class Planned(msgspec.Struct, frozen=True):
     """A request of a run: when it is due (seconds from the start), tokens of prompt and answer, a
-    trace's hash ids.
+    trace's hash ids, or the prompt itself.
     """
 
     at: float
     input_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...] | None = None
+    text: str | None = None
+    """The prompt. None: it is made, with as many tokens as it is to have."""
 
 
 class Lengths(msgspec.Struct, frozen=True):

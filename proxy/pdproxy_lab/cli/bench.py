@@ -7,18 +7,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import math
 import os
 import secrets
 import signal
 import ssl
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from pdproxy.cli.parser import examples
 from pdproxy.settings.errors import SettingsError
+from pdproxy_lab.cli.bench_load import mean_of, plans_of
 from pdproxy_lab.cli.bench_options import add_options
 from pdproxy_lab.cli.bench_profile import records_of, simulation_of
 from pdproxy_lab.cli.load_options import (
@@ -34,12 +33,6 @@ if TYPE_CHECKING:
     from pdproxy_lab.bench.client import RunProgress
     from pdproxy_lab.bench.record import Record
     from pdproxy_lab.bench.session import BenchOptions
-    from pdproxy_lab.bench.trace import TraceEntry
-    from pdproxy_lab.bench.workload import Planned
-
-    _Rate = tuple[float, float | None]
-    """Requests per second: of a ramp, at its start and at its end."""
-    Plan = Callable[[int], list[Planned]]
 
 _INTERRUPTED = 130
 _MAX_KEY = 8192
@@ -122,6 +115,7 @@ def _check(arguments: argparse.Namespace) -> None:
     mistakes = []
     if not arguments.servers and not arguments.compare:
         mistakes.append("a URL or --compare is missing")
+    mistakes += _mistakes_with_sharegpt(arguments)
     given = [arguments.rate, arguments.sweep, arguments.trace]
     if arguments.servers and all(one is None for one in given):
         mistakes.append("--rate, --sweep or --trace is missing")
@@ -129,7 +123,8 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.duration is not None and arguments.requests is not None:
         mistakes.append("--duration and --requests: give one of them")
     mistakes += mistakes_with_arrivals(arguments)
-    mistakes += mistakes_with_trace(arguments, ("scale", "slice", "max-tokens", "spread"))
+    needed = ("scale", "slice", "spread", *(() if arguments.sharegpt else ("max-tokens",)))
+    mistakes += mistakes_with_trace(arguments, needed)
     if arguments.trace is not None and arguments.scale is not None:
         mistakes += [
             f"--scale: has no effect with --{name}"
@@ -152,6 +147,18 @@ def _check(arguments: argparse.Namespace) -> None:
     ]
     if mistakes:
         raise SettingsError(*mistakes)
+
+
+def _mistakes_with_sharegpt(arguments: argparse.Namespace) -> list[str]:
+    if arguments.sharegpt is None:
+        return []
+    if arguments.trace is not None:
+        return ["--trace and --sharegpt: give one of them"]
+    return [
+        f"--{name}: has no effect with --sharegpt"
+        for name in ("input-tokens", "output-tokens", "token-ids")
+        if getattr(arguments, name.replace("-", "_")) is not None
+    ]
 
 
 def _mistakes_with_sweep(arguments: argparse.Namespace) -> list[str]:
@@ -181,8 +188,9 @@ def _options(arguments: argparse.Namespace) -> BenchOptions:
     from pdproxy_lab.bench.session import BenchOptions, Load
     from pdproxy_lab.bench.workload import Lengths
 
+    file = arguments.trace or arguments.sharegpt
     rates = [(rate, None) for rate in arguments.sweep or ()] or [arguments.rate]
-    plans, left_out = _plans(arguments, rates)
+    plans, left_out = plans_of(arguments, rates)
     shape = Shape(
         endpoint=arguments.endpoint,
         arrivals="trace" if rates[0] is None else arguments.arrivals,
@@ -193,7 +201,7 @@ def _options(arguments: argparse.Namespace) -> BenchOptions:
         seed=0,
         salt=arguments.salt or secrets.token_hex(8),
         requests=0,
-        trace=None if arguments.trace is None else arguments.trace.name,
+        trace=None if file is None else file.name,
         left_out=left_out,
     )
     with as_settings_error(""):
@@ -202,7 +210,7 @@ def _options(arguments: argparse.Namespace) -> BenchOptions:
         servers=servers,
         seeds=range(arguments.first_seed, arguments.first_seed + arguments.seeds),
         loads=tuple(
-            Load(plan, msgspec.structs.replace(shape, rate=_mean(rate)))
+            Load(plan, msgspec.structs.replace(shape, rate=mean_of(rate)))
             for plan, rate in zip(plans, rates, strict=True)
         ),
         sweep_seconds=None if arguments.sweep is None else arguments.max_seconds or 3600.0,
@@ -219,65 +227,6 @@ def _options(arguments: argparse.Namespace) -> BenchOptions:
         detailed=arguments.detailed,
         tls=tls_of(arguments.ca),
         version=__version__,
-    )
-
-
-def _mean(rate: _Rate | None) -> float | None:
-    """Return requests per second over a whole run, of a ramp the middle."""
-    if rate is None or rate[1] is None:
-        return None if rate is None else rate[0]
-    return (rate[0] + rate[1]) / 2
-
-
-def _plans(arguments: argparse.Namespace, rates: Sequence[_Rate | None]) -> tuple[list[Plan], int]:
-    """Return what makes the requests of a seed at each rate, and how many of the trace were left
-    out for their length.
-    """
-    from pdproxy_lab.bench.trace import cut, read_trace, spread
-
-    entries, left_out = None, 0
-    if arguments.trace is not None:
-        with as_settings_error("--trace: "):
-            found = cut(read_trace(arguments.trace), *(arguments.slice or (0.0, math.inf)))
-            found = spread(found) if arguments.spread else found
-            longest = arguments.max_tokens or math.inf
-            entries = [e for e in found if e.input_tokens + e.output_tokens <= longest]
-            left_out = len(found) - len(entries)
-    plans = [_plan(arguments, rate, entries) for rate in rates]
-    with as_settings_error(""):
-        if not all(plan(0) for plan in plans):
-            raise ValueError("no requests: the trace's slice or the duration is too short")
-    return plans, left_out
-
-
-def _plan(
-    arguments: argparse.Namespace, rate: _Rate | None, entries: Sequence[TraceEntry] | None
-) -> Plan:
-    """Return what makes the requests of a seed. `rate`: None: the trace's own times."""
-    from pdproxy_lab.bench.arrivals import Arrivals
-    from pdproxy_lab.bench.workload import Lengths, replayed, synthetic
-
-    arrivals = None
-    if rate is not None:
-        with as_settings_error("--rate: "):
-            arrivals = Arrivals(
-                kind=arguments.arrivals,
-                rate=rate[0],
-                end_rate=rate[1],
-                burstiness=arguments.burstiness or DEFAULT_BURSTINESS,
-            )
-    duration, requests = arguments.duration, arguments.requests
-    if entries is None:
-        assert arrivals is not None
-        inputs = arguments.input_tokens or Lengths(1024, 1024)
-        outputs = arguments.output_tokens or Lengths(128, 128)
-        length = None if requests is not None else duration or 60.0
-        return lambda seed: synthetic(
-            arrivals, inputs, outputs, seed, duration=length, requests=requests
-        )
-    scale = arguments.scale or 1.0
-    return lambda seed: replayed(
-        entries, seed, scale=scale, arrivals=arrivals, duration=duration, requests=requests
     )
 
 

@@ -78,10 +78,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="the seed of the first run; the same seed has the same requests (default: 0)",
     )
     trace = parser.add_argument_group(
-        "load from a trace", "Lengths and common beginnings of prompts are the trace's."
+        "load from a file",
+        "Lengths and common beginnings of prompts are a trace's; questions and the lengths of "
+        "their answers are ShareGPT's.",
     )
     add_trace(trace, "; with --rate only the times are others")
     add_scale(trace)
+    trace.add_argument(
+        "--sharegpt",
+        metavar="FILE",
+        type=Path,
+        help="JSON list of conversations in ShareGPT's form: the first question of each is a "
+        "prompt, its answer has as many tokens as there (default: none)",
+    )
     request = parser.add_argument_group("requests")
     request.add_argument(
         "--endpoint",

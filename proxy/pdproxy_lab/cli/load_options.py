@@ -74,8 +74,7 @@ def add_trace(group: argparse._ArgumentGroup, use_of_rate: str) -> None:
         "--max-tokens",
         metavar="N",
         type=typed(reading.whole(2, 10_000_000)),
-        help="leave out requests of the trace with more tokens in prompt and answer (default: "
-        "none)",
+        help="leave out requests of the file with more tokens in prompt and answer (default: none)",
     )
 
 
