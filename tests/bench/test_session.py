@@ -1,7 +1,6 @@
 """The first questions to a server, its wrong answers, and an end at any time."""
 
 import asyncio
-import io
 import sys
 
 import pytest
@@ -15,6 +14,7 @@ from pdproxy_lab.bench.session import BenchOptions, BenchSession, Load
 from pdproxy_lab.bench.workload import Lengths, Planned, synthetic
 from pdproxy_lab.sim.server import SimServer
 from tests.bench.servers import FAST, Write, answering, engines
+from tests.unit.test_progress import Terminal
 
 SHAPE = Shape(
     endpoint="completions",
@@ -125,12 +125,7 @@ async def test_no_warm_up_and_a_given_model_ask_nothing_before() -> None:
     assert found[0]["model_id"] == "sim"
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     words = [
         "--rate",
         "100",
@@ -148,5 +143,5 @@ def test_progress_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys, "stderr", shown)
     with engines(FAST) as (engine,):
         assert main(["bench", f"it={engine.url}", *words]) == 0
-    assert "\r\x1b[Kit, seed 0: 0 s, " in shown.getvalue()
+    assert "\r\x1b[Krun 1 of 1, 0 seconds left: it, 100 req/s, seed 0: " in shown.getvalue()
     assert shown.getvalue().endswith("\r\x1b[K")

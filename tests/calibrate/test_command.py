@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,9 @@ from pdproxy_lab.calibrate.http_runner import BusyError, HttpRunner, Target
 from pdproxy_lab.calibrate.trials import OutOfTimeError, Trial
 from pdproxy_lab.cli.calibrate import _name_of
 from pdproxy_lab.sim.facts import SimFacts
-from tests.bench.servers import engines
+from tests.bench.servers import FAST, engines
 from tests.calibrate.servers import DONE, HEAD, MODELS, TOKEN, Answer, metrics, page, scripted
+from tests.unit.test_progress import Terminal
 
 URL = "127.0.0.1:1"
 
@@ -156,6 +158,14 @@ def test_hostile_and_dying_engines_get_one_line_and_no_profile(
     assert says in lines[0]
     assert lines[0].isprintable()
     assert not out.exists()
+
+
+def test_a_terminal_shows_the_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with engines(FAST) as (engine,):
+        assert run(engine.url, tmp_path / "mine.json", "--max-seconds", "1") == 1
+    assert "\r\x1b[Ktrial 1, at most 1 seconds left: " in terminal.getvalue()
 
 
 def test_a_port_that_refuses_is_reported(

@@ -28,7 +28,7 @@ from pdproxy_lab.bench.prompts import ONE_EACH, Endpoint, Prompts, WordTokens, w
 from pdproxy_lab.bench.reading import Address
 from pdproxy_lab.bench.record import Record, Shape, details_of, record_of
 from pdproxy_lab.bench.slo import BenchSlo
-from pdproxy_lab.bench.sweep import Sweep
+from pdproxy_lab.bench.sweep import Sweep, span
 from pdproxy_lab.bench.workload import Lengths, Planned
 
 MAX_IN_FLIGHT = 4096
@@ -77,6 +77,21 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""
 
 
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a measurement is. `run` of `runs`, from 1 on, against a server with a seed."""
+
+    run: int
+    runs: int
+    name: str
+    seed: int
+    rate: float | None
+    left: float
+    """Seconds in which the requests of this run and of the others still come, if these take as
+    long.
+    """
+    seen: RunProgress
+
+
 class _Model(msgspec.Struct):
     id: str
 
@@ -86,20 +101,22 @@ class _Models(msgspec.Struct):
 
 
 class BenchSession:
-    """Measures. `on_record` gets each run's record when it ends, `on_progress` the server's name,
-    the seed and the progress.
+    """Measures. `on_record` gets each run's record when it ends, `on_progress` twice per second how
+    far it is.
     """
 
     def __init__(
         self,
         options: BenchOptions,
         on_record: Callable[[Record], None],
-        on_progress: Callable[[str, int, RunProgress], None] | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
     ) -> None:
         self._options = options
         self._on_record = on_record
         self._on_progress = on_progress
         self._run: Run | None = None
+        self._begun = 0
+        """Runs that have begun, or were left out."""
         self._asking: asyncio.Task[None] | None = None
         self._words: dict[str, WordTokens] = {}
         """By a server's name, for chats."""
@@ -221,12 +238,13 @@ class BenchSession:
         most: int,
     ) -> None:
         options, sweep = self._options, self.sweep
+        self._begun += 1
         refusal = sweep.refusal(target.name, planned) if sweep is not None else ""
         if refusal:
             seen = Observed(outcomes=[], loop_lags=[], seconds=0.0, given_up=refusal)
         else:
             self._run = run = self._run_of(session, target, shape, seed, most)
-            async with self._reporting(run, target, seed):
+            async with self._reporting(run, target, shape, seed, span(planned)):
                 seen = await run.go(planned, None if sweep is None else sweep.limit(planned))
             self._run = None
         if sweep is not None and not refusal:
@@ -237,10 +255,27 @@ class BenchSession:
         self._on_record(record | details_of(seen) if options.detailed else record)
 
     @asynccontextmanager
-    async def _reporting(self, run: Run, target: Target, seed: int) -> AsyncIterator[None]:
+    async def _reporting(
+        self, run: Run, target: Target, shape: Shape, seed: int, seconds: float
+    ) -> AsyncIterator[None]:
+        options = self._options
+        runs = len(options.loads) * len(options.seeds) * len(self._targets)
+
         async def report() -> None:
             while self._on_progress is not None:
-                self._on_progress(target.name, seed, run.progress())
+                seen = run.progress()
+                rest = max(seconds - seen["seconds"], 0.0)
+                self._on_progress(
+                    Progress(
+                        run=self._begun,
+                        runs=runs,
+                        name=target.name,
+                        seed=seed,
+                        rate=shape.rate,
+                        left=rest + (runs - self._begun) * seconds,
+                        seen=seen,
+                    )
+                )
                 await asyncio.sleep(_PROGRESS)
 
         task = asyncio.create_task(report())

@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
 import secrets
 import signal
 import ssl
@@ -27,12 +26,12 @@ from pdproxy_lab.cli.load_options import (
     mistakes_with_arrivals,
     mistakes_with_trace,
 )
+from pdproxy_lab.cli.progress import ProgressLine, left_text
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
-    from pdproxy_lab.bench.client import RunProgress
     from pdproxy_lab.bench.record import Record
-    from pdproxy_lab.bench.session import BenchOptions
+    from pdproxy_lab.bench.session import BenchOptions, Progress
 
 _INTERRUPTED = 130
 _MAX_KEY = 8192
@@ -283,11 +282,9 @@ def _measure(options: BenchOptions, path: Path | None, records: list[Record]) ->
             refused = refused or ("run" in record["pdproxy"]["not_measured"] and not beyond)
             _append(file, record)
 
-        terminal = sys.stderr.isatty()
-        session = BenchSession(options, keep, _show if terminal else None)
+        line = stack.enter_context(ProgressLine())
+        session = BenchSession(options, keep, lambda one: line.show(_shown(one)))
         _loop(session)
-        if terminal:
-            sys.stderr.write("\r\x1b[K")
     if session.stopped:
         sys.stderr.write("pdproxy bench: interrupted\n")
         return _INTERRUPTED
@@ -318,16 +315,11 @@ def _loop(session: Any) -> None:
         runner.run(main())
 
 
-def _show(name: str, seed: int, progress: RunProgress) -> None:
-    try:
-        width = max(os.get_terminal_size(sys.stderr.fileno()).columns - 1, 20)
-    except (OSError, ValueError):  # no terminal by now
-        width = 80
-    failed = f", {progress['failed']} failed" if progress["failed"] else ""
-    line = (
-        f"{name}, seed {seed}: {progress['seconds']:.0f} s, {progress['sent']} sent, "
-        f"{progress['in_flight']} in flight{failed}"
+def _shown(one: Progress) -> str:
+    seen = one.seen
+    at = "" if one.rate is None else f", {one.rate:g} req/s"
+    failed = f", {seen['failed']} failed" if seen["failed"] else ""
+    return (
+        f"run {one.run} of {one.runs}, {left_text(one.left)}: {one.name}{at}, seed {one.seed}: "
+        f"{seen['sent']} sent, {seen['in_flight']} in flight{failed}"
     )
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"\r\x1b[K{line[:width]}")
-        sys.stderr.flush()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import secrets
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ from pdproxy.cli.parser import examples
 from pdproxy.settings.errors import SettingsError
 from pdproxy_lab.bench import reading
 from pdproxy_lab.cli.load_options import check_writable, typed
+from pdproxy_lab.cli.progress import ProgressLine, left_text
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
@@ -260,7 +263,8 @@ def _measured(options: CalibrateOptions) -> Calibration | None:
 
     # of the proxy in front of the pair
     log = None if options.pair is None else configure("error", "text")
-    shown = _show if sys.stderr.isatty() else None
+    begun = time.monotonic()
+    trials = itertools.count(1)
 
     async def main() -> Calibration | None:
         task = asyncio.ensure_future(calibrate(options, shown))
@@ -271,19 +275,17 @@ def _measured(options: CalibrateOptions) -> Calibration | None:
             return await task
         return None
 
-    try:
-        return asyncio.run(main())
-    finally:
-        if log is not None:
-            log.close()
-        if shown is not None:
-            sys.stderr.write("\r\x1b[K")
+    with ProgressLine() as line:
 
+        def shown(name: str) -> None:
+            left = left_text(begun + options.seconds - time.monotonic())
+            line.show(f"trial {next(trials)}, at most {left}: {name}")
 
-def _show(name: str) -> None:
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"\r\x1b[K{name[:70]}")
-        sys.stderr.flush()
+        try:
+            return asyncio.run(main())
+        finally:
+            if log is not None:
+                log.close()
 
 
 def _name_of(path: Path) -> str:

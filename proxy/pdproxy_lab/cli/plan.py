@@ -30,10 +30,12 @@ from pdproxy_lab.cli.load_options import (
     shape_of,
     typed,
 )
+from pdproxy_lab.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
     from pdproxy_lab.plan.question import Demand, Question
+    from pdproxy_lab.plan.search import SearchProgress
 
 _INTERRUPTED = 130
 _MAX_GPUS = 64
@@ -197,20 +199,25 @@ def run(arguments: argparse.Namespace) -> int:
     with as_settings_error(""):
         question = steady(_question(arguments))
     rate = _rate(arguments, question.demand)
-    options = {"requests": arguments.requests, "seeds": arguments.seeds}
     try:
         with contextlib.ExitStack() as stack, as_settings_error(""):
             if arguments.plot is not None:
                 figure.check(arguments.plot)
                 check_writable(arguments.plot, "--plot")
             file = opened(arguments.json, stack)
-            if arguments.gpus is None:
-                assert rate is not None
-                result = gpus_for(question, rate, **options)
-            else:
-                result = (exhaustive if arguments.exhaustive else search)(
-                    question, arguments.gpus, **options
-                )
+            with ProgressLine() as line:
+                options = {
+                    "requests": arguments.requests,
+                    "seeds": arguments.seeds,
+                    "on_progress": lambda one: line.show(_shown(one)),
+                }
+                if arguments.gpus is None:
+                    assert rate is not None
+                    result = gpus_for(question, rate, **options)
+                else:
+                    result = (exhaustive if arguments.exhaustive else search)(
+                        question, arguments.gpus, **options
+                    )
             found = answer(question, result, rate)
             if file is not None:
                 file.write(msgspec.json.encode(as_json(found)) + b"\n")
@@ -224,6 +231,11 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stderr.write(f"{arguments.prog}: {error}\n")
         return error.code
     return 0 if found.best is not None else 1
+
+
+def _shown(one: SearchProgress) -> str:
+    best = f", best so far {one.rate:.3g} req/s" if one.rate else ""
+    return f"{one.gpus} GPUs: arrangement {one.searched}, {one.runs} simulations{best}"
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -30,6 +31,7 @@ from pdproxy_lab.cli.load_options import (
     shape_of,
     typed,
 )
+from pdproxy_lab.cli.progress import ProgressLine, seconds_left
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
@@ -196,13 +198,20 @@ def run(arguments: argparse.Namespace) -> int:
     name = arguments.name or "+".join(word for word, count in kinds if count)
     with contextlib.ExitStack() as stack, as_settings_error(""):
         file = opened(arguments.json, stack)
+        progress = _Progress(stack.enter_context(ProgressLine()), arguments.seeds)
+
+        def done(record: dict[str, object]) -> None:
+            _append(file, record)
+            progress.ended()
+
         try:
             records = run_all(
                 simulation,
                 name,
                 range(arguments.seeds),
                 _asked(arguments),
-                lambda one: _append(file, one),
+                done,
+                progress.requests,
             )
         except KeyboardInterrupt:
             sys.stderr.write("pdproxy simulate: interrupted\n")
@@ -343,6 +352,28 @@ def _asked(arguments: argparse.Namespace) -> dict[str, object]:
         "rate": arguments.rate,
         "trace": None if arguments.trace is None else arguments.trace.name,
     }
+
+
+class _Progress:
+    """How far the runs are. How many requests a run has is known when the first one has ended."""
+
+    def __init__(self, line: ProgressLine, runs: int) -> None:
+        self._line, self._runs = line, runs
+        self._begun = time.monotonic()
+        self._ended = self._last = self._each = 0
+
+    def requests(self, number: int) -> None:
+        """Show that so many requests of this run have come."""
+        self._last = number
+        run = f"run {self._ended + 1} of {self._runs}"
+        part = (self._ended + number / self._each) / self._runs if self._each else 0.0
+        left = seconds_left(self._begun, time.monotonic(), min(part, 1.0))
+        self._line.show(f"{run}{left}: {number} requests")
+
+    def ended(self) -> None:
+        """Note the end of a run."""
+        self._ended += 1
+        self._each = max(self._each, self._last)
 
 
 def _append(file: IO[bytes] | None, record: dict[str, object]) -> None:

@@ -10,7 +10,7 @@ until nothing is better. `exhaustive` tries all arrangements with long runs inst
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -75,6 +75,25 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Arrangements that were simulated."""
 
 
+class SearchProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a search is."""
+
+    gpus: int
+    searched: int
+    """Arrangements so far, with the one that begins."""
+    runs: int
+    """Simulations so far."""
+    rate: float
+    """The highest one so far, in requests per second, of short runs, too; 0: none."""
+
+
+OnProgress = Callable[[SearchProgress], None]
+
+
+def _nobody(_: SearchProgress) -> None:
+    """Nobody is told."""
+
+
 def levels(question: Question, gpus: int, requests: int | None, seeds: int) -> tuple[Level, Level]:
     """Return those of short and of long runs."""
     demand = question.demand
@@ -89,20 +108,37 @@ def levels(question: Question, gpus: int, requests: int | None, seeds: int) -> t
     return Level(max(requests // 2, 1), 1, 3), Level(requests, seeds if demand.random else 1, 1)
 
 
-def search(question: Question, gpus: int, *, requests: int | None = None, seeds: int = 3) -> Result:
+def search(
+    question: Question,
+    gpus: int,
+    *,
+    requests: int | None = None,
+    seeds: int = 3,
+    on_progress: OnProgress = _nobody,
+) -> Result:
     """Find the best arrangement of so many GPUs, one engine on each."""
-    return _Search(question, gpus, requests, seeds).smart()
+    return _Search(question, gpus, requests, seeds, on_progress).smart()
 
 
 def exhaustive(
-    question: Question, gpus: int, *, requests: int | None = None, seeds: int = 3
+    question: Question,
+    gpus: int,
+    *,
+    requests: int | None = None,
+    seeds: int = 3,
+    on_progress: OnProgress = _nobody,
 ) -> Result:
     """Find it by trying all arrangements, with long runs."""
-    return _Search(question, gpus, requests, seeds).everything()
+    return _Search(question, gpus, requests, seeds, on_progress).everything()
 
 
 def gpus_for(
-    question: Question, rate: float, *, requests: int | None = None, seeds: int = 3
+    question: Question,
+    rate: float,
+    *,
+    requests: int | None = None,
+    seeds: int = 3,
+    on_progress: OnProgress = _nobody,
 ) -> Result:
     """Find the smallest number of GPUs that serves a rate, and their best arrangement. `best` is
     None if nothing keeps the SLO.
@@ -118,7 +154,9 @@ def gpus_for(
 
     def at(gpus: int) -> Result:
         if gpus not in known:
-            known[gpus] = search(question, gpus, requests=requests, seeds=seeds)
+            known[gpus] = search(
+                question, gpus, requests=requests, seeds=seeds, on_progress=on_progress
+            )
         return known[gpus]
 
     gpus = 2 if at(least).best is None and least == 1 else least  # only one that splits may keep it
@@ -154,8 +192,17 @@ def _balanced(question: Question, gpus: int) -> list[Arrangement]:
 
 
 class _Search:
-    def __init__(self, question: Question, gpus: int, requests: int | None, seeds: int) -> None:
+    def __init__(
+        self,
+        question: Question,
+        gpus: int,
+        requests: int | None,
+        seeds: int,
+        on_progress: OnProgress,
+    ) -> None:
         self._question, self._gpus = question, gpus
+        self._on_progress = on_progress
+        self._best_rate = 0.0
         self._prober = CapacitySearch(question, work_of(question))
         self._short, self._long = levels(question, gpus, requests, seeds)
         self._found: dict[Arrangement, FoundArrangement] = {}
@@ -191,6 +238,17 @@ class _Search:
         for one in everything(self._gpus, self._question.chunks, self._question.policies):
             best = self._raced(one, best)
         return self._result()
+
+    def _note(self, one: Arrangement) -> None:
+        self._searched.add(one)
+        self._on_progress(
+            SearchProgress(
+                gpus=self._gpus,
+                searched=len(self._searched),
+                runs=self._prober.runs,
+                rate=self._best_rate,
+            )
+        )
 
     # -- short runs
 
@@ -236,10 +294,11 @@ class _Search:
     def _short_run(self, one: Arrangement, guess: int | None) -> FoundArrangement:
         found = self._found.get(one)
         if found is None:
-            self._searched.add(one)
+            self._note(one)
             found = self._found[one] = FoundArrangement(
                 one, self._prober.capacity(one, self._short, guess), False
             )
+            self._best_rate = max(self._best_rate, found.rate)
         return found
 
     # -- long runs
@@ -247,10 +306,11 @@ class _Search:
     def _long_run(self, one: Arrangement, guess: int | None) -> FoundArrangement:
         found = self._found.get(one)
         if found is None or not found.exact:
-            self._searched.add(one)
+            self._note(one)
             found = self._found[one] = FoundArrangement(
                 one, self._prober.capacity(one, self._long, guess), True
             )
+            self._best_rate = max(self._best_rate, found.rate)
         return found
 
     def _climb(self, best: FoundArrangement | None) -> None:
@@ -271,7 +331,7 @@ class _Search:
         """Return the better one. The capacity of what is not better is not looked for: it is at
         most the best one's.
         """
-        self._searched.add(one)
+        self._note(one)
         if best is None:
             return self._long_run(one, guess)
         if best.place is not None and not self._prober.passes(one, self._long, best.place + 1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
@@ -13,11 +13,14 @@ from pdproxy.scheduling.ledger_engine import Role
 from pdproxy_lab.bench.compare import Cell, Row, Table, table_of
 from pdproxy_lab.bench.report import text_of
 from pdproxy_lab.bench.slo import BenchSlo
-from pdproxy_lab.simulate.cluster import Cluster
+from pdproxy_lab.simulate.cluster import Call, Cluster
 from pdproxy_lab.simulate.load import Load
 from pdproxy_lab.simulate.placements import MakePlacement
 from pdproxy_lab.simulate.shape import Fleet, Shape
 from pdproxy_lab.simulate.summary import Record, Summary, record_of, summarise
+
+PORTION = 100
+"""Requests between two reports of the progress."""
 
 
 class Simulation(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,8 +49,11 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("a decode step must take time")
 
 
-def run(simulation: Simulation, seed: int) -> Summary:
-    """Run one seed. The same seed gives the same result.
+def run(
+    simulation: Simulation, seed: int, on_request: Callable[[int], None] | None = None
+) -> Summary:
+    """Run one seed. The same seed gives the same result. `on_request`: gets the number of requests
+    that came, after each `PORTION` of them.
 
     Raises:
         ValueError: the load has too many requests.
@@ -59,8 +65,16 @@ def run(simulation: Simulation, seed: int) -> Summary:
         simulation.policies,
         simulation.placement,
     )
-    cluster.run(simulation.load.calls(seed))
+    calls = simulation.load.calls(seed)
+    cluster.run(calls if on_request is None else _counted(calls, on_request))
     return summarise(cluster, simulation.slos)
+
+
+def _counted(calls: Iterable[Call], on_request: Callable[[int], None]) -> Iterator[Call]:
+    for number, call in enumerate(calls, 1):
+        if number % PORTION == 0:
+            on_request(number)
+        yield call
 
 
 def run_all(
@@ -69,11 +83,15 @@ def run_all(
     seeds: range,
     asked: Record,
     done: Callable[[Record], None] = lambda _: None,
+    on_request: Callable[[int], None] | None = None,
 ) -> list[Record]:
-    """Run several seeds; `done` gets each record as soon as it is there."""
+    """Run several seeds; `done` gets each record as soon as it is there. `on_request`: as in
+    `run`.
+    """
     records = []
     for seed in seeds:
-        records.append(record_of(run(simulation, seed), name, seed, simulation.slos, asked))
+        summary = run(simulation, seed, on_request)
+        records.append(record_of(summary, name, seed, simulation.slos, asked))
         done(records[-1])
     return records
 
