@@ -33,6 +33,7 @@ def test_a_plot_of_a_sweep_has_curves_and_says_where_they_end() -> None:
     assert "Goodput (ttft=500ms): higher is better" in text
     assert "TTFT over throughput: right and low is better" in text
     assert ">split, p50<" in text
+    assert ">90 % are good<" in text
     assert "plain: NOT MEASURED at 8 req/s: far beyond its capacity" in text
 
 

@@ -19,6 +19,8 @@ _PANELS = (
     ("worst gap", "worst gap ", "lower"),
     ("good requests", "good: ", "higher"),
 )
+BARS_TITLE = "Servers under the same load"
+SWEEP_TITLE = "Sweep over request rates"
 _LEAST_LABELLED = 12
 """Bars of a panel, up to which each has its value."""
 
@@ -36,7 +38,7 @@ def bars(records: Sequence[Record]) -> Any:
 
 def _bars_of(records: Sequence[Record]) -> Any:
     table = table_of(records)
-    made = figures.figure("Servers under the same load", load_text(records), (12, 9))
+    made = figures.figure(BARS_TITLE, load_text(records), (12, 9))
     for axes, (title, prefix, better) in zip(figures.panels(made, 2, 2), _PANELS, strict=True):
         rows = [row for row in table.rows if row.title.startswith(prefix) and row.unit != "%"]
         if rows:
@@ -93,7 +95,7 @@ def curves(found: Sequence[Curve], records: Sequence[Record]) -> Any:
 
 
 def _curves_of(found: Sequence[Curve], records: Sequence[Record]) -> Any:
-    made = figures.figure("Sweep over request rates", load_text(records), (12, 9))
+    made = figures.figure(SWEEP_TITLE, load_text(records), (12, 9))
     goodput, share, first, later = figures.panels(made, 2, 2)
     slo = next((slo for curve in found for slo in curve.slos), None)
     for axes, unit, title in (
@@ -111,7 +113,8 @@ def _curves_of(found: Sequence[Curve], records: Sequence[Record]) -> Any:
             continue
         figures.describe(axes, f"{name} over throughput", "right and low")
         _pareto(axes, found, name)
-    handles, labels = first.get_legend_handles_labels()
+    named = [axes.get_legend_handles_labels() for axes in (first, goodput, share)]
+    handles, labels = ([one for pair in named for one in pair[place]] for place in range(2))
     made.legend(handles, labels, loc="outside right upper")
     figures.notes(made, list(missing(found)))
     return made
@@ -120,13 +123,14 @@ def _curves_of(found: Sequence[Curve], records: Sequence[Record]) -> Any:
 def _over_rate(axes: Any, found: Sequence[Curve], title: str, unit: str) -> None:
     for number, curve in enumerate(found):
         points = curve.points(title, unit)
-        _line(axes, number, [rate for rate, _ in points], [cell for _, cell in points], curve.name)
+        _line(axes, number, [rate for rate, _ in points], [cell for _, cell in points], "")
     rates = [rate for curve in found for rate in curve.rates]
     if unit == "%":
-        axes.axhline(GOOD_SHARE, linestyle=":", color="grey")
+        axes.axhline(GOOD_SHARE, linestyle=":", color="grey", label=f"{GOOD_SHARE:g} % are good")
         axes.set_ylim(0, 105)
     else:
-        axes.plot([0, max(rates)], [0, max(rates)], linestyle=":", color="grey")
+        ends = [0, max(rates)]
+        axes.plot(ends, ends, linestyle="--", color="grey", label="all are good")
         axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
     axes.set_xlabel("requests sent per second")

@@ -16,11 +16,15 @@ _MAX_LINES = 40
 
 def text_of(table: Table, records: Sequence[Record]) -> str:
     """Return the report, with a line feed at its end."""
-    seeds = max((cell.runs for row in table.rows for cell in row.cells if cell), default=0)
-    head = f"median of {seeds} runs (lowest to highest)" if seeds > 1 else "one run"
-    lines = [head, *_table(table)]
+    lines = [head_of(table), *aligned(cells_of(table))]
     found = remarks(records)
     return "\n".join([*lines, *([""] if found else []), *found]) + "\n"
+
+
+def head_of(table: Table) -> str:
+    """Return how many runs a table is of."""
+    seeds = max((cell.runs for row in table.rows for cell in row.cells if cell), default=0)
+    return f"median of {seeds} runs (lowest to highest)" if seeds > 1 else "one run"
 
 
 def remarks(records: Sequence[Record], what: Callable[[Record], str] = lambda _: "") -> list[str]:
@@ -33,12 +37,13 @@ def remarks(records: Sequence[Record], what: Callable[[Record], str] = lambda _:
     return found
 
 
-def _table(table: Table) -> Iterator[str]:
+def cells_of(table: Table) -> list[list[str]]:
+    """Return a table as texts, with the row of names at its beginning."""
     rows = [["", *table.names]]
     rows += [
         [_titled(row), *(_shown(cell, row.digits) for cell in row.cells)] for row in table.rows
     ]
-    return aligned(rows)
+    return rows
 
 
 def _titled(row: Row) -> str:

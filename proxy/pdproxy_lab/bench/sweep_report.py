@@ -19,10 +19,16 @@ def text_of(curves: Sequence[Curve], records: Sequence[Record]) -> str:
     for curve in curves:
         lines += [f"{curve.name}: medians, in req/s and ms", *aligned(rows_of(curve)), ""]
     lines += capacities(curves)
-    lines += missing(curves)
+    return "\n".join([*lines, *notes_of(curves, records)]) + "\n"
+
+
+def notes_of(curves: Sequence[Curve], records: Sequence[Record]) -> list[str]:
+    """Return lines on what was not measured, the errors and remarks."""
     measured = [one for one in records if "run" not in (one["pdproxy"].get("not_measured") or {})]
-    lines += remarks(measured, lambda one: f", {rate_of(one) or 0:g} req/s")
-    return "\n".join(lines) + "\n"
+    return [
+        *missing(curves),
+        *remarks(measured, lambda one: f", {rate_of(one) or 0:g} req/s"),
+    ]
 
 
 def rows_of(curve: Curve) -> list[list[str]]:

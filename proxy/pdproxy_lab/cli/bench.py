@@ -57,7 +57,7 @@ def add(commands: Commands, summary: str) -> None:
             "pdproxy bench split=127.0.0.1:8000 plain=127.0.0.1:8200 --rate 2:12 --arrivals ramp "
             "--plot bench.png",
             "pdproxy bench split=127.0.0.1:8000 plain=127.0.0.1:8200 --sweep 2:16:2 --slo "
-            "ttft=500ms,tpot=15ms --plot sweep.png",
+            "ttft=500ms,tpot=15ms --html sweep.html",
             "pdproxy bench 127.0.0.1:8000 --trace trace.jsonl --slice 0:60 --spread --json "
             "bench.jsonl",
             "pdproxy bench --compare before.jsonl after.jsonl",
@@ -69,7 +69,7 @@ def add(commands: Commands, summary: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print the report, return the exit code."""
-    from pdproxy_lab.bench import figure, plots, sweep_report
+    from pdproxy_lab.bench import figure, page, plots, sweep_report
     from pdproxy_lab.bench.compare import read_records, table_of
     from pdproxy_lab.bench.curves import curves_of
     from pdproxy_lab.bench.errors import BenchError
@@ -82,6 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.plot is not None:
             figure.check(arguments.plot)
             check_writable(arguments.plot, "--plot")
+        if arguments.html is not None:
+            figure.check_matplotlib("--html")
+            check_writable(arguments.html, "--html")
         for path in arguments.compare:
             records += read_records(path)
         if arguments.servers:
@@ -100,9 +103,12 @@ def run(arguments: argparse.Namespace) -> int:
             print(sweep_report.text_of(curves, records), end="")
         elif records:
             print(text_of(table_of(records), records), end="")
-        if records and arguments.plot is not None:
+        if records and (arguments.plot or arguments.html):
             drawn = plots.curves(curves, records) if curves else plots.bars(records)
-            figure.save(drawn, arguments.plot)
+            if arguments.plot is not None:
+                figure.save(drawn, arguments.plot)
+            if arguments.html is not None:
+                page.write(page.page_of(records, curves, drawn), arguments.html)
     except BenchError as error:
         sys.stderr.write(f"{arguments.prog}: {error}\n")
         return error.code

@@ -194,6 +194,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="write a plot: .png, .svg or .pdf; needs matplotlib (default: none)",
     )
     report.add_argument(
+        "--html",
+        metavar="FILE",
+        type=Path,
+        help="write the report with its plots as one HTML file that stands alone; needs "
+        "matplotlib (default: none)",
+    )
+    report.add_argument(
         "--compare",
         metavar="FILE",
         type=Path,
