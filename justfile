@@ -148,6 +148,11 @@ orders *ARGS:
 soak *ARGS:
     {{ PYTHON }} benchmarks/soak.py {{ ARGS }}
 
+# Draw docs/images anew from docs/evidence
+plots:
+    {{ PYTHON }} benchmarks/decide.py --show --results docs/evidence/decide.json --plot docs/images/decide.png
+    {{ PYTHON }} benchmarks/soak.py --redraw docs/evidence/soak.json --plot docs/images/soak.png
+
 # Have CLIENTS clients at once ask the proxy and the plain engine the same: answers must be the same
 eval *ARGS:
     {{ PYTHON }} benchmarks/evaluate.py --proxy http://{{ HOST }}:{{ PROXY_PORT }} --plain {{ PLAIN }} \

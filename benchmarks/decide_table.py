@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pdproxy_lab.bench import figure as figures
+
 
 def line(name: str, cell: dict[str, Any]) -> str:
     """Return a row of the table."""
@@ -90,18 +92,27 @@ def plot(
     """Write a heat map: a field per cell with auto / best static; blue above 1, red below; grey was
     not run.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with figures.styled():
+        figures.save(_heat_map(results, sizes, loads, slos), path)
 
-    figure = Figure(figsize=(4.2 * len(sizes), 1.2 + 0.6 * len(loads)), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, size in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
+
+def _heat_map(
+    results: dict[str, Any], sizes: Sequence[int], loads: Sequence[str], slos: Sequence[str]
+) -> Any:
+    made = figures.figure(
+        "Placement auto: its rate within an SLO, divided by that of the best static arrangement",
+        "rows: loads (tokens of prompts/answers, both in turn, a trace); columns: SLOs; simulated",
+        (5 * len(sizes), 2.2 + 0.6 * len(loads)),
+    )
+    for axes, size in zip(figures.panels(made, 1, len(sizes)), sizes, strict=True):
+        figures.describe(axes, f"{size} engines, auto / best static", "higher")
+        axes.grid(visible=False)
         axes.set_facecolor("lightgrey")
         cells = [
             [results.get(f"{size} {one} {slo}", {}).get("ratio") for slo in slos] for one in loads
         ]
         shown = [[float("nan") if ratio is None else ratio for ratio in row] for row in cells]
-        axes.imshow(shown, cmap="RdBu", vmin=0.75, vmax=1.25, aspect="auto")
+        image = axes.imshow(shown, cmap="RdBu", vmin=0.5, vmax=1.5, aspect="auto")
         for row, ratios in enumerate(cells):
             for column, ratio in enumerate(ratios):
                 text = "not run" if ratio is None else f"{ratio:.2f}"
@@ -115,5 +126,11 @@ def plot(
                 )
         axes.set_xticks(range(len(slos)), slos)
         axes.set_yticks(range(len(loads)), loads)
-        axes.set_title(f"{size} engines: auto / best static")
-    figure.savefig(path)
+        made.colorbar(image, ax=axes, label="red: static serves more; blue: auto does")
+    missing = [
+        name
+        for name in (f"{size} {one} {slo}" for size in sizes for one in loads for slo in slos)
+        if "ratio" not in results.get(name, {})
+    ]
+    figures.notes(made, [f"not run (grey): {', '.join(missing) or 'none'}", "bold: auto loses"])
+    return made

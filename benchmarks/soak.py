@@ -328,28 +328,35 @@ def verdicts(samples: Sequence[Sample]) -> list[Verdict]:
     return found
 
 
-def plot(samples: Sequence[Sample], tally: Tally, path: Path) -> None:
-    """Draw the measures over time."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def plot(samples: Sequence[Sample], lines: Sequence[str], path: Path) -> None:
+    """Draw the measures over time. `lines`: of the report."""
+    with figure.styled():
+        figure.save(_drawn(samples, lines), path)
 
-    figure = Figure(figsize=(10, 7), layout="constrained")
-    FigureCanvasAgg(figure)
+
+def _drawn(samples: Sequence[Sample], lines: Sequence[str]) -> Any:
+    ends = [
+        one.partition(":")[0]
+        for one in lines
+        if " requests: {" in one or " engines failed: {" in one
+    ]
+    made = figure.figure("pdproxy before engines that fail", ", ".join(ends), (10, 8))
     minutes = [one.at / 60 for one in samples]
-    rows = figure.subplots(len(MEASURES), 1, sharex=True)
-    for axes, (name, (unit, _)) in zip(rows, MEASURES.items(), strict=True):
-        values = [getattr(one, name) for one in samples]
-        axes.plot(minutes, values, linewidth=1.2)
-        axes.set_ylabel(unit)
+    rows = figure.panels(made, len(MEASURES), 1)
+    for axes, one in zip(rows, verdicts(samples), strict=True):
+        values = [getattr(sample, one.name) for sample in samples]
+        growth = f"growth {one.growth:+.1f}, at most {one.allowed:.1f}"
+        figure.describe(axes, f"{one.name}, {growth}", "flat")
+        axes.plot(minutes, values, linewidth=1.2, color=figure.COLORS[0], label="measured")
+        axes.axvspan(
+            0, minutes[int(len(samples) * WARM)], alpha=0.15, label="not judged: caches fill"
+        )
+        axes.set_ylabel(one.unit)
         axes.set_ylim(bottom=0, top=1.15 * max(values))
-        axes.grid(visible=True, alpha=0.3)
     rows[-1].set_xlabel("minutes")
-    ends = (
-        f"{tally.ends.total()} requests, {tally.ends['right']} right, {tally.faults.total()} "
-        f"engines failed"
-    )
-    figure.suptitle(f"pdproxy under faults: {ends}")
-    figure.savefig(path)
+    made.legend(*rows[0].get_legend_handles_labels(), loc="outside right upper")
+    figure.notes(made, ["not measured: CPU time; latencies"])
+    return made
 
 
 # -- the run
@@ -410,6 +417,9 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--plot", type=Path)
     parser.add_argument(
+        "--redraw", type=Path, metavar="FILE", help="draw a file of --out, and run nothing"
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         help="a file for all that is printed at the end, and the samples, as JSON",
@@ -426,6 +436,8 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
         parser.error(
             f"--every {options.every:g}: {options.seconds:g} s have fewer than {SAMPLES} samples"
         )
+    if options.redraw is not None and options.plot is None:
+        parser.error("--redraw: needs --plot")
     if options.plot is not None:
         try:
             figure.check(options.plot)
@@ -437,6 +449,10 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 def main() -> int:
     """Run it all, and return the exit code."""
     options = parsed(sys.argv[1:])
+    if options.redraw is not None:
+        known = json.loads(options.redraw.read_text())
+        plot([Sample(**one) for one in known["samples"]], known["result"], options.plot)
+        return 0
     raise_files()
     with stage(options.seed) as at:
         samples, tally, before, after = asyncio.run(measured(options, at))
@@ -445,8 +461,8 @@ def main() -> int:
     found = verdicts(samples) if len(samples) >= SAMPLES else []
     lines = report(found, tally, before, after)
     print("\n".join(lines))
-    if options.plot is not None:
-        plot(samples, tally, options.plot)
+    if options.plot is not None and found:
+        plot(samples, lines, options.plot)
     if options.out is not None:
         rows: list[dict[str, Any]] = [vars(one) for one in samples]
         options.out.write_text(

@@ -11,9 +11,11 @@ from msgspec import structs
 
 from pdproxy.cli.main import main
 from pdproxy.engine_model.profile import load
-from pdproxy_lab.plan.answer import AtRate, PlanAnswer, Sizes
+from pdproxy_lab.bench import figure
+from pdproxy_lab.plan.answer import AtRate, PlanAnswer, Sizes, answer
 from pdproxy_lab.plan.arrangement import plain
 from pdproxy_lab.plan.capacity import Level
+from pdproxy_lab.plan.plot import plot
 from pdproxy_lab.plan.report import text
 from pdproxy_lab.plan.search import FoundArrangement, Result
 from tests.plan.questions import question
@@ -51,6 +53,26 @@ def test_it_says_not_to_split_and_why(capsys: pytest.CaptureFixture[str], tmp_pa
     assert next(row[-2:] for row in table) == ["100", "%"]
     assert any(row[0] == "1P1D" for row in table)
     assert "<svg" in plot.read_text()
+
+
+def test_a_plot_says_the_load_the_values_and_what_is_not_shown() -> None:
+    best, other, none = (
+        FoundArrangement(plain(2, chunk, "least_load"), place, exact)
+        for chunk, place, exact in ((512, 200, True), (1024, 100, False), (2048, None, True))
+    )
+    asked = question(LOOSE[1])
+    result = Result(
+        gpus=2, best=best, found=(best, other, none), runs=3, level=Level(9, 1, 1), searched=3
+    )
+    found = answer(asked, result, 4.0)
+    drawn = figure.svg(plot(found), "plan")
+    assert "prompts of " in drawn
+    assert ">the plan<" in drawn
+    assert f"keep {LOOSE[1]}: higher is better" in drawn
+    assert f">{best.rate / 2:.3g}<" in drawn
+    assert f">~{other.rate / 2:.3g}<" in drawn
+    assert ">asked for: 4 req/s<" in drawn
+    assert "not shown: 1 arrangements that keep the SLO at no rate" in drawn
 
 
 def test_it_says_to_split_and_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

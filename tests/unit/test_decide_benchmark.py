@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pdproxy.scheduling.ledger_engine import Role
+from pdproxy_lab.bench import figure
 from pdproxy_lab.bench.trace import TraceEntry
 from pdproxy_lab.plan.capacity import Level
 
@@ -18,6 +19,7 @@ import itertools
 
 import decide
 import decide_cost
+import decide_table
 
 
 def test_the_alternating_load_has_the_same_requests_at_each_rate() -> None:
@@ -93,3 +95,12 @@ def test_bytecodes_of_decisions_are_counted() -> None:
     assert counts[0] == counts[1] > 100
     assert counts[2] > counts[0]
     assert sys.gettrace() is None
+
+
+def test_the_heat_map_names_what_was_not_run() -> None:
+    results = {"4 4000/128 A": {"ratio": 0.97}, "4 4000/128 B": {"static": {}}}
+    drawn = decide_table._heat_map(results, [4], ["4000/128"], ["A", "B"])
+    text = figure.svg(drawn, "cells")
+    assert "4 engines, auto / best static: higher is better" in text
+    assert ">0.97<" in text
+    assert "not run (grey): 4 4000/128 B" in text

@@ -14,6 +14,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import soak
+from pdproxy_lab.bench import figure
 from tests.chaos.answers import Answer, Told
 from tests.chaos.oracle import Body
 
@@ -162,5 +163,9 @@ def test_the_result_is_printed_and_drawn(tmp_path: Path) -> None:
     assert "WRONG: request soak-1-1: another text" in lines
     pytest.importorskip("matplotlib")
     file = tmp_path / "soak.svg"
-    soak.plot(samples(), tally, file)
-    assert "minutes" in file.read_text() or file.stat().st_size > 5000
+    soak.plot(samples(), lines.splitlines(), file)
+    assert file.stat().st_size > 5000
+    text = figure.svg(soak._drawn(samples(), lines.splitlines()), "soak")
+    assert ">4 requests, 2 engines failed<" in text
+    assert "memory, growth +0.0, at most 4.0: flat is better" in text
+    assert "not measured: CPU time; latencies" in text

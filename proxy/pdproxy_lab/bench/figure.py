@@ -22,7 +22,6 @@ MARKERS = "osD^vPX*"
 INK = "#010203"
 """Of text and axes. No other part has it, so that a page can replace it."""
 _MAX_NOTES = 8
-_NO_METADATA: Any = {"Creator": None, "Date": None, "Format": None, "Type": None}
 
 
 def check(path: Path) -> None:
@@ -120,7 +119,7 @@ def svg(made: Any, name: str) -> str:
 
     file = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        made.savefig(file, format="svg", transparent=True, metadata=_NO_METADATA)
+        made.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()
     return text[text.index("<svg") :].replace(INK, "currentColor")
 

@@ -223,7 +223,7 @@ def run(arguments: argparse.Namespace) -> int:
                 file.write(msgspec.json.encode(as_json(found)) + b"\n")
             print(text(found), end="", flush=True)
             if arguments.plot is not None and found.best is not None:
-                plot(found, arguments.plot)
+                figure.save(plot(found), arguments.plot)
     except KeyboardInterrupt:
         sys.stderr.write("pdproxy plan: interrupted\n")
         return _INTERRUPTED
