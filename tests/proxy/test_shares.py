@@ -38,6 +38,7 @@ async def begun(
     w: World, ident: str, headers: Sequence[tuple[str, str]], path: str = COMPLETIONS, **fields: Any
 ) -> Client:
     """A request that has entered: it has a place, or waits for one."""
+    await w.told()  # of requests that have just ended
     before = w.inflight + w.waiting
     client = await w.client()
     client.post(path, completion(**fields), [*headers, ("x-request-id", ident)])
