@@ -218,7 +218,14 @@ def test_wrong_values_in_a_file_are_not_shown(tmp_path: Path) -> None:
         "request_throughput": "much",
         "median_ttft_ms": True,
         "completed": 5,
-        "pdproxy": {"name": "a\x1b[2J", "slos": [1]},
+        "pdproxy": {
+            "name": "a\x1b[2J",
+            "slos": [1],
+            "not_measured": {"ttft": 5, "tpot": "\x1b[2J"},
+            "errors": [1],
+            "error_texts": 3,
+            "remarks": ["\x1b[2J", 7],
+        },
     }
     path.write_text(json.dumps(wrong))
     records = read_records(path)

@@ -71,6 +71,12 @@ def test_a_server_far_beyond_its_capacity_is_measured_no_more() -> None:
     )
     bounds.note("b", 8, PLANNED, answered(11, given_up=bounds.limit(PLANNED)[1]))
     assert "not all answered after 50 s" in bounds.refusal("b", PLANNED)
+    for name, first in (("late", 26.0), ("slow", 24.0)):
+        seen = answered(11)
+        seen.outcomes[3].times = [first, 40.0]
+        bounds.note(name, 8, PLANNED, seen)
+    assert "had their last first token after 26 s" in bounds.refusal("late", PLANNED)
+    assert bounds.refusal("slow", PLANNED) == ""
     assert bounds.limit(PLANNED)[0] == 20 + SETTLE
     assert bounds.refusal("c", PLANNED) == ""
 
@@ -98,6 +104,8 @@ def test_curves_say_up_to_which_rate_a_server_served() -> None:
     assert "90 % of the requests were good (ttft=500ms) up to: split 4 req/s; plain 4 req/s" in text
     assert "plain: NOT MEASURED at 8 req/s: far beyond its capacity" in text
     assert "split, 8 req/s, seed 0: 50 x status 503: busy" in text
+    assert text.count("needs 100 values") == 0
+    assert "a percentile needs more values" in text
     last = [line for line in text.splitlines() if line.startswith("8  ")]
     assert last[1].split()[1:] == ["-"] * (len(last[0].split()) - 1)
 

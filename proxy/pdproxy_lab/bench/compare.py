@@ -84,7 +84,17 @@ def read_records(path: Path) -> list[Record]:
             one["pdproxy"] = ours = {}
         name = ours.get("name") or one.get("label") or path.stem
         ours["name"] = one_line(str(name), 64)
+        ours |= {key: _texts(ours.get(key)) for key in ("not_measured", "errors", "error_texts")}
+        remarks = ours.get("remarks")
+        lines = remarks if isinstance(remarks, list) else []
+        ours["remarks"] = [one_line(str(line)) for line in lines]
     return found
+
+
+def _texts(value: object) -> dict[str, str]:
+    """Return texts that a file may have, as a terminal can show them."""
+    found = value if isinstance(value, dict) else {}
+    return {one_line(str(key)): one_line(str(text)) for key, text in found.items()}
 
 
 def name_of(record: Record) -> str:

@@ -13,7 +13,6 @@ from pdproxy_lab.bench import plots, sweep_report
 from pdproxy_lab.bench.compare import table_of
 from pdproxy_lab.bench.curves import Curve
 from pdproxy_lab.bench.errors import BenchError
-from pdproxy_lab.bench.load_text import load_text
 from pdproxy_lab.bench.record import Record
 from pdproxy_lab.bench.report import cells_of, head_of, remarks
 
@@ -39,7 +38,6 @@ th:first-child, td:first-child { text-align: left; white-space: nowrap; }
 </head>
 <body>
 <h1>{{ title }}</h1>
-<p>{{ load }}</p>
 {% for line in lines %}<p>{{ line }}</p>
 {% endfor %}
 {{ svg | safe }}
@@ -83,7 +81,6 @@ def page_of(records: Sequence[Record], curves: Sequence[Curve], drawn: Any) -> s
     template = Environment(autoescape=True).from_string(_TEMPLATE)
     return template.render(
         title=plots.SWEEP_TITLE if curves else plots.BARS_TITLE,
-        load=load_text(records),
         lines=lines,
         svg=figures.svg(drawn, "page"),
         tables=tables,

@@ -10,6 +10,8 @@ from pdproxy_lab.bench.compare import Cell, Row, Table
 from pdproxy_lab.bench.record import Record
 
 _NOTHING = "-"
+_FEW = "needs "
+"""How the reason begins why a percentile has too few values."""
 _MAX_LINES = 40
 """Remarks that are printed. More are in the JSON."""
 
@@ -27,11 +29,16 @@ def head_of(table: Table) -> str:
     return f"median of {seeds} runs (lowest to highest)" if seeds > 1 else "one run"
 
 
-def remarks(records: Sequence[Record], what: Callable[[Record], str] = lambda _: "") -> list[str]:
+def remarks(
+    records: Sequence[Record],
+    what: Callable[[Record], str] = lambda _: "",
+    *,
+    few: bool = True,
+) -> list[str]:
     """Return lines on what was not measured, the errors and remarks. `what`: goes behind a
-    server's name.
+    server's name; `few`: whether percentiles with too few values are named.
     """
-    found = list(dict.fromkeys(_remarks(records, what)))
+    found = list(dict.fromkeys(_remarks(records, what, few)))
     if len(found) > _MAX_LINES:
         return [*found[:_MAX_LINES], f"... and {len(found) - _MAX_LINES} lines more"]
     return found
@@ -68,7 +75,7 @@ def _shown(cell: Cell | None, digits: int) -> str:
     return f"{middle} ({cell.low:.{digits}f} to {cell.high:.{digits}f})"
 
 
-def _remarks(records: Sequence[Record], what: Callable[[Record], str]) -> Iterator[str]:
+def _remarks(records: Sequence[Record], what: Callable[[Record], str], few: bool) -> Iterator[str]:
     for record in records:
         ours = record["pdproxy"]
         name = where = f"{ours.get('name')}{what(record)}"
@@ -79,7 +86,12 @@ def _remarks(records: Sequence[Record], what: Callable[[Record], str]) -> Iterat
         refused = ours.get("not_measured") or {}
         if "run" in refused:
             yield f"{where}: NOT MEASURED: {refused['run']}"
-        yield from _missing(name, where, {key: why for key, why in refused.items() if key != "run"})
+        parts = {
+            key: why
+            for key, why in refused.items()
+            if key != "run" and (few or not why.startswith(_FEW))
+        }
+        yield from _missing(name, where, parts)
         for kind, count in (ours.get("errors") or {}).items():
             yield f"{where}: {count} x {kind}: {(ours.get('error_texts') or {}).get(kind, '')}"
         yield from (f"{where}: {remark}" for remark in ours.get("remarks") or ())
@@ -99,10 +111,10 @@ def _missing(name: str, where: str, refused: dict[str, str]) -> Iterator[str]:
     """
     by_reason: dict[str, list[str]] = {}
     for key, reason in refused.items():
-        few = reason.startswith("needs ")
+        few = reason.startswith(_FEW)
         by_reason.setdefault(reason.partition(",")[0] if few else reason, []).append(key)
     for reason, keys in by_reason.items():
         yield (
-            f"{name if reason.startswith('needs ') else where}: not measured: {', '.join(keys)}: "
+            f"{name if reason.startswith(_FEW) else where}: not measured: {', '.join(keys)}: "
             f"{reason}"
         )

@@ -2,9 +2,9 @@
 measured no more. Pure, but for the clock.
 
 A server is far beyond its capacity if it answers less than half of a run's requests, if too many of
-them are in flight, or if its last answers have not come after twice the time in which the requests
-came and `SETTLE` seconds more. Higher rates would show nothing else, and each would take longer
-than the one before.
+them are in flight, if a first token comes after twice the time in which the requests came and
+`_SOON` seconds more, or if the last answers have not come after twice that time and `SETTLE`
+seconds more. Higher rates would show nothing else, and each would take longer than the one before.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pdproxy_lab.bench.workload import Planned
 
 SETTLE = 30.0
 """Seconds: long answers of the last requests are no sign of an overload."""
+_SOON = 5.0
+"""Seconds: more than a long prompt takes, and it does not depend on the length of answers."""
 _LEAST_ANSWERED = 0.5
 
 
@@ -50,10 +52,15 @@ class Sweep:
         if seen.cut or seen.given_up == self._late:
             return
         answered = sum(outcome.error is None for outcome in seen.outcomes)
+        first = max((outcome.times[0] for outcome in seen.outcomes if outcome.times), default=0.0)
         if seen.given_up:
             why = seen.given_up
         elif answered < _LEAST_ANSWERED * len(planned):
             why = f"{answered} of {len(planned)} requests were answered"
+        elif first > 2 * span(planned) + _SOON:
+            why = (
+                f"requests of {span(planned):.0f} s had their last first token after {first:.0f} s"
+            )
         else:
             return
         at = "" if rate is None else f" at {rate:g} req/s"

@@ -10,6 +10,7 @@ from pdproxy_lab.bench.curves import GOOD_SHARE, Curve, rate_of, served_text
 from pdproxy_lab.bench.record import Record
 from pdproxy_lab.bench.report import aligned, remarks
 
+_LEGEND = "-: not measured, or a percentile needs more values (the 99th: 100 answers)"
 _ROWS = ("throughput", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99")
 
 
@@ -18,7 +19,7 @@ def text_of(curves: Sequence[Curve], records: Sequence[Record]) -> str:
     lines = []
     for curve in curves:
         lines += [f"{curve.name}: medians, in req/s and ms", *aligned(rows_of(curve)), ""]
-    lines += capacities(curves)
+    lines += [_LEGEND, "", *capacities(curves)]
     return "\n".join([*lines, *notes_of(curves, records)]) + "\n"
 
 
@@ -27,7 +28,7 @@ def notes_of(curves: Sequence[Curve], records: Sequence[Record]) -> list[str]:
     measured = [one for one in records if "run" not in (one["pdproxy"].get("not_measured") or {})]
     return [
         *missing(curves),
-        *remarks(measured, lambda one: f", {rate_of(one) or 0:g} req/s"),
+        *remarks(measured, lambda one: f", {rate_of(one) or 0:g} req/s", few=False),
     ]
 
 
