@@ -61,7 +61,7 @@ def figure(title: str, load: str, size: tuple[float, float]) -> Any:
 
     made = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(made)
-    shown = textwrap.fill(load, int(size[0] * 12))
+    shown = textwrap.fill(load, int(size[0] * 9))
     made.suptitle(f"{title}\n{shown}" if load else title, fontsize=11)
     return made
 

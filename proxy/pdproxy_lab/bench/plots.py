@@ -138,6 +138,8 @@ def _over_rate(axes: Any, found: Sequence[Curve], title: str, unit: str) -> None
 
 
 def _pareto(axes: Any, found: Sequence[Curve], name: str) -> None:
+    from matplotlib.ticker import LogFormatter
+
     lows: list[float] = []
     for number, curve in enumerate(found):
         served = dict(curve.points("throughput", "req/s"))
@@ -164,8 +166,9 @@ def _pareto(axes: Any, found: Sequence[Curve], name: str) -> None:
                     )
     if all(low > 0 for low in lows):  # a logarithm has no 0
         axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
+        axes.yaxis.set_major_formatter(LogFormatter())
+        # labels between powers of ten only where there is room
+        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))
     axes.set_xlim(left=0)
     axes.set_xlabel("requests answered per second (at each point: the rate that was sent)")
     axes.set_ylabel(f"{name} (ms)")
