@@ -236,8 +236,11 @@ async def _run(api: Admin, capsys: pytest.CaptureFixture[str], *words: str) -> t
     return code, *capsys.readouterr()
 
 
-async def test_the_command(new: SimServer, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_command(
+    new: SimServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`--pool` names the pool of a new engine, and whose engines are listed; the table shows it."""
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest's workers have it
     async with pools(PoolOf("a"), PoolOf("b"), probes=0.1) as w, admin(w.world) as api:
         code, _, err = await _run(api, capsys, "add", new.url, "--role", "aggregated")
         assert code == 1

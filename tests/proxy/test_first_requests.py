@@ -33,7 +33,7 @@ async def test_who_connects_as_soon_as_that_is_possible_is_served(workers: int) 
         await engine.listen()
         engine.admin = {"/health": _slow}
     port = free_port()
-    given = [str(port), *(one.url for one in engines), "text", "4096", str(workers), "2", "0"]
+    given = [str(port), *(one.url for one in engines), "text", "4096", str(workers), "2", "0", ""]
     process = start(SERVE, given, os.environ, asyncio.subprocess.DEVNULL)
     try:
         async with asyncio.timeout(PATIENCE):

@@ -312,7 +312,9 @@ async def test_requests_of_all_workers_are_shown_by_time(tmp_path: Path) -> None
 
 
 async def _engines(*arguments: str, place: str) -> tuple[int, str]:
-    process = await piped("engines", *arguments, "--admin", place, env=ENVIRONMENT)
+    # where COLUMNS is not set, as pytest's workers have it, the table is whole
+    env = {name: value for name, value in ENVIRONMENT.items() if name != "COLUMNS"}
+    process = await piped("engines", *arguments, "--admin", place, env=env)
     output, errors = await process.communicate()
     assert process.returncode is not None
     return process.returncode, (output + errors).decode()

@@ -55,6 +55,7 @@ AT_START: dict[str, str] = {
 }
 """For each setting that names a file: settings with it. GOOD: a certificate with its key."""
 OTHERWISE = {
+    "observe.tracing.headers_file": "see tests/unit/test_settings_tracing.py",
     "listen.uds": "a socket that is bound, not a file that is read",
     "pools.tokenizer": "a folder: see `test_a_tokenizers_folder`",
 }

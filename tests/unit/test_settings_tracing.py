@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdproxy.cli.main import main
+from pdproxy.observe.trace_headers import MAX_BYTES
 from pdproxy.settings import tracing
 from pdproxy.settings.tracing import Tracing
 
@@ -63,11 +66,17 @@ def test_the_extra_is_not_installed(
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
-    [(None, "can't be read: No such file or directory"), ("a: b\nsecret", "line 2 is no header")],
+    ("made", "why"),
+    [
+        (None, "can't be read: No such file or directory"),
+        (b"a: b\nsecret", "line 2 is no header"),
+        (os.mkfifo, "is a FIFO, not a regular file"),
+        (os.mkdir, "is a directory, not a regular file"),
+        (b"#" * (MAX_BYTES + 1), "is larger than"),
+    ],
 )
 def test_a_file_of_headers_that_can_not_be_used(
-    text: str | None,
+    made: bytes | Callable[[Path], None] | None,
     why: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -75,8 +84,10 @@ def test_a_file_of_headers_that_can_not_be_used(
 ) -> None:
     """The line names the file, and not what is in it."""
     path = tmp_path / "headers"
-    if text is not None:
-        path.write_text(text)
+    if isinstance(made, bytes):
+        path.write_bytes(made)
+    elif made is not None:
+        made(path)
     monkeypatch.setenv("PDPROXY_OBSERVE__TRACING__HEADERS_FILE", str(path))
     error = said(capsys, "--otlp-traces-endpoint", ENDPOINT)
     assert error.startswith("observe.tracing.headers_file: ")
