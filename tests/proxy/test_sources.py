@@ -226,7 +226,7 @@ async def test_every_engine_is_restarted_in_turn() -> None:
 
 
 async def _restart(w: World, api: Admin, engine: FakeEngine, streams: Streams) -> None:
-    """As docs/guide/rolling-restarts.md says it."""
+    """As docs/guide/operate.md says it."""
     path, ledger_engine = f"/engines/{engine_id(engine.url)}", w.proxy.engines[engine.url].in_ledger
     assert (await api.post(f"{path}/drain")).status == 202
     await until(lambda: w.proxy.membership.state(engine.url) is MemberState.DRAINED)

@@ -31,7 +31,7 @@ same as a file with all defaults, which `pdproxy config init --all` prints; `pdp
 prints what is in force, and `pdproxy config validate` checks it.
 
 What is used `at once` a running proxy takes from the changed file
-([how](../guide/changing-settings.md)); anything else needs a restart.
+([how](../guide/operate.md#change-settings)); anything else needs a restart.
 
 A variable's name is the setting's path in capitals, with two underscores between its parts:
 `{variable(("deadlines", "first_token"))}` is `deadlines.first_token`. Lists are comma separated.

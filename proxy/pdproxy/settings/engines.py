@@ -128,7 +128,7 @@ class ConfiguredEngine(Section, frozen=True):
     url: str
     """http://host:port or https://host:port without a path; each engine once. Also the engine's
     name in logs and metrics. Another scheme names a source of engines, which is followed while the
-    proxy runs (docs/guide/changing-engines.md).
+    proxy runs (docs/guide/operate.md).
     """
 
     role: Role
