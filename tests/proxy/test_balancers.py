@@ -1,4 +1,4 @@
-"""Balancers in front of the proxy, with the configurations of docs/guide/load-balancers.md:
+"""Balancers in front of the proxy, with the configurations of docs/guide/processes.md:
 streams, rates and ends pass them.
 """
 
@@ -27,7 +27,8 @@ from tests.fakes.ports import free_port
 from tests.fakes.scripts import WORD
 from tests.fakes.world import COMPLETIONS, TEXT, completion, until, world
 
-PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "load-balancers.md").read_text()
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "processes.md"
+PAGE = GUIDE.read_text().partition("## Behind a load balancer")[2]
 FRAME = {
     "nginx": "daemon off; pid {folder}/pid; error_log {folder}/error.log;\nevents {{}}\nhttp {{ "
     "access_log off;\n"

@@ -15,8 +15,9 @@ _HEAD = f"""# Metrics
 `python_*`, as of `prometheus_client`). A histogram has the series `_bucket`, `_sum` and `_count`.
 [Monitoring](../guide/monitoring.md) shows which question each answers.
 
-With [several workers](../guide/workers.md) the page is one for all. `workers` says how their
-numbers become one: `sum`, `most`, `least`, or `mean`, the part of the workers for which it is so.
+With [several workers](../guide/processes.md#workers) the page is one for all. `workers` says how
+their numbers become one: `sum`, `most`, `least`, or `mean`, the part of the workers for which it is
+so.
 """
 import_module("pdproxy.workers.parent")  # and with it all that counts
 METRICS = declared()
