@@ -1,4 +1,4 @@
-"""The sample report of docs/guide/conformance.md, made on simulated engines: `python -m
+"""The sample report of docs/guide/check.md, made on simulated engines: `python -m
 tests.conformance.sample`.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from pdproxy.cli.main import main
 from tests.conformance.engines import rig
 
-PAGE = Path(__file__).parents[2] / "docs" / "guide" / "conformance.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "check.md"
 BEGIN, END = "```text\n", "```"
 SHOWN = {
     "p": "http://127.0.0.1:8200",

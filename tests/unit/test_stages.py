@@ -936,10 +936,11 @@ def test_sources_are_spelled_as_urls_are(tmp_path: Path) -> None:
 
 
 def test_the_documented_example(tmp_path: Path) -> None:
-    """docs/guide/stages.md shows a file that is taken, and says what becomes of it."""
-    page = (Path(__file__).parents[2] / "docs" / "guide" / "stages.md").read_text()
+    """docs/guide/models.md shows a file that is taken, and says what becomes of it."""
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "models.md").read_text()
     path = tmp_path / "stages.yaml"
-    path.write_text(page.partition("```yaml\n")[2].partition("```")[0])
+    example = page.partition("## vllm-omni's stage files")[2]
+    path.write_text(example.partition("```yaml\n")[2].partition("```")[0])
     engines = pool(path).nodes
     assert [(engine.url, engine.role) for engine in engines] == [
         ("http://10.0.0.1:8200", "prefill"),
