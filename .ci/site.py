@@ -12,8 +12,9 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = re.compile(r"(\]\()((?:\.\./)+[^)#]+)(?:#[^)]*)?(\))")
-"""Links that may lead out of the folder of the documents."""
+START = "start.md"
+"""The page of the site that is the repository's README.md."""
+LINK = re.compile(r"(\]\()(?!\w+:)([^)#\s]+)(#[^)]*)?(?=\))")
 
 
 class NarrowLists(Extension):
@@ -30,46 +31,52 @@ def on_config(config: MkDocsConfig) -> None:
     config.markdown_extensions.insert(0, NarrowLists())
 
 
-def outside(page: str, link: str) -> str | None:
-    """Return the file of the repository that a page's relative link names, by its path from the
-    root; None if it is one of the documents.
-    """
-    path = os.path.normpath(PurePosixPath("docs", page).parent / link)
-    return path if not path.startswith("docs/") and (ROOT / path).is_file() else None
+def linked(page: str, link: str) -> str:
+    """Return what a page's relative link names in the repository, by its path from the root."""
+    folder = PurePosixPath() if page == START else PurePosixPath("docs", page).parent
+    return os.path.normpath(folder / link)
 
 
-def at(path: str) -> str:
-    """Return where the site has a file from outside the documents. Pages of Markdown are text
-    there: their links are relative to another folder.
+def at(path: str) -> str | None:
+    """Return where the site has a file of the repository; None if it has none. Pages of Markdown
+    from outside the documents are text there: their links are relative to another folder.
     """
+    if path == "README.md":
+        return START
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    if not (ROOT / path).is_file():
+        return None
     return f"repository/{path}.txt" if path.endswith(".md") else f"repository/{path}"
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add the files of the repository to which pages link."""
+    """Add README.md, and the files outside the documents to which pages link."""
+    files.append(File.generated(config, START, abs_src_path=str(ROOT / "README.md")))
     wanted = {
-        path
+        linked(page.src_uri, link)
         for page in files.documentation_pages()
-        for _, link, _ in OUTSIDE.findall(page.content_string)
-        if (path := outside(page.src_uri, link))
+        for _, link, _ in LINK.findall(page.content_string)
     }
     for path in sorted(wanted):
-        files.append(File.generated(config, at(path), abs_src_path=str(ROOT / path)))
+        if (name := at(path)) and name.startswith("repository/"):
+            files.append(File.generated(config, name, abs_src_path=str(ROOT / path)))
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Have links lead to these files where the site has them. What is not in the navigation, is not
+    """Have links lead to where the site has these files. What is not in the navigation, is not
     found by the search either.
     """
     if page.file.inclusion.is_not_in_nav():
         page.meta["search"] = {"exclude": True}
+    here = PurePosixPath(page.file.src_uri)
 
     def moved(match: re.Match[str]) -> str:
-        path = outside(page.file.src_uri, match[2])
-        if path is None:
+        to = at(linked(str(here), match[2]))
+        if to is None:
             return match[0]
-        here = PurePosixPath(page.file.src_uri).parent
-        return f"{match[1]}{os.path.relpath(at(path), here)}{match[3]}"
+        anchor = match[3] if match[3] and to.endswith(".md") else ""
+        return f"{match[1]}{os.path.relpath(to, here.parent)}{anchor}"
 
-    return OUTSIDE.sub(moved, markdown)
+    return LINK.sub(moved, markdown)
