@@ -353,6 +353,7 @@ def _entry(url: str, role: str, **fields: object) -> dict[str, object]:
         "health": {"state": "up", "reason": None},
         "load": {"requests": 3, "kv_usage": 0.634},
         "breaker": {"open_for_s": 0.0},
+        "slow": [],
         "pairs": {"paired": 1, "not_paired": [], "not_paired_count": 0},
         "drain": None,
         **fields,

@@ -287,6 +287,7 @@ async def test_entries_show_faults() -> None:
                     w.proxy.membership,
                     w.proxy.engines,
                     w.proxy.pools[0].resources.shares,
+                    w.proxy.pools[0].slow,
                 )
             ],
             w.proxy.stalls._clock.now,

@@ -16,6 +16,7 @@ from pdproxy.fleet.audit import KV_MOVED, PAIRS_EJECTED
 from pdproxy.fleet.gauges import NODE_INFO, NODE_STATE, NODE_UP
 from pdproxy.fleet.kv_sources import KV_EVENT_SOURCES
 from pdproxy.fleet.transfers import TRANSFER_FAULTS
+from pdproxy.observe import slow
 from pdproxy.observe.description import Description, Label, MetricKind
 from pdproxy.observe.events import DEADLINES, EVICTIONS
 from pdproxy.observe.prompt_shares import MOST, PROMPT_TOKENS
@@ -99,6 +100,10 @@ def _record(name: str, text: str, query: Query, *labels: Label) -> Recorded:
 
 def _legs(metric: Description) -> Query:
     return _OF.rate(metric).sum("instance", "node", "phase")
+
+
+def _problem(cause: slow.Cause) -> Query:
+    return _OF.now(slow.PROBLEMS, {"cause": cause.name}).sum("instance").above(0)
 
 
 LEG_TIME = _record(
@@ -274,12 +279,11 @@ WAITS = (
     Alert(
         "PdproxySlowPrefillEngine",
         Severity.WARNING,
-        _PREFILL_TIME.above_times(3, _PREFILL_TIME.min("instance", "pool")).both(
-            _PREFILL_TIME.above(1)
-        ),
-        "10m",
-        "pdproxy {instance}: the prefill engine {node} is slow",
-        "It needs {value} for a prompt: more than three times as long as the fastest of its pool.",
+        _problem(slow.PREFILL),
+        "5m",
+        f"pdproxy {{instance}}: {slow.PREFILL.words}",
+        "It needs more than three times as long for its prompts as the fastest of its pool. GET "
+        "/ready names it.",
     ),
     Alert(
         "PdproxyDecodeQueue",

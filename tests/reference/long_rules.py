@@ -25,6 +25,7 @@ from pdproxy.observe.description import Description
 from pdproxy.observe.events import DEADLINES, EVICTIONS
 from pdproxy.observe.prompt_shares import PROMPT_TOKENS
 from pdproxy.observe.requests import LEG_FAILURES, NODE_LEGS, NODE_SECONDS, REFUSALS, REQUESTS
+from pdproxy.observe.slow import PROBLEMS
 from pdproxy.serving.kv.custodian import HANDLES_ENDED, KV_HANDLE_AGE, KV_STUCK
 from pdproxy.web.wrong_keys import WRONG_KEYS
 from pdproxy.workers.shown_of_all import RESTARTS, SCHEDULER_RESTARTS
@@ -183,8 +184,8 @@ CASES = [
     ),
     Case(
         "PdproxySlowPrefillEngine",
-        [*legs("a", "prefill", "prefill", 0.5), *legs("b", "prefill", "prefill", 1.6)],
-        [*legs("a", "prefill", "prefill", 0.1), *legs("b", "prefill", "prefill", 0.9)],
+        [given(PROBLEMS, steady(1), "slow_prefill")],
+        [given(PROBLEMS, late(1), "slow_prefill")],
     ),
     Case(
         "PdproxyDecodeQueue",

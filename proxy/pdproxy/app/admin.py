@@ -106,7 +106,9 @@ class AdminServer:
         service = AdminService(
             EngineEntries(
                 [
-                    PoolEngines(pool.name, pool.membership, pool.engines, pool.resources.shares)
+                    PoolEngines(
+                        pool.name, pool.membership, pool.engines, pool.resources.shares, pool.slow
+                    )
                     for pool in proxy.pools
                 ],
                 now,

@@ -37,8 +37,10 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.gauges import MetricsOfEngines, show_engines
 from pdproxy.fleet.kv_events import Index
 from pdproxy.fleet.membership import Membership
+from pdproxy.fleet.slow_engines import SlowEngines
 from pdproxy.fleet.transfers import Transfers
 from pdproxy.observe.prompt_shares import PROMPT_TOKENS, PromptShares
+from pdproxy.observe.slow import PROBLEMS
 from pdproxy.scheduling.decisions import Decisions
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.prefix.knowledge import FedIndex
@@ -95,6 +97,7 @@ class PoolParts:
     legs: PassthroughLegs
     passthrough: Passthrough
     service: Service
+    slow: SlowEngines
     shortcomings: Sequence[Callable[[], Sequence[str]]]
 
     @classmethod
@@ -232,8 +235,11 @@ class PoolParts:
         transfers = Transfers(ledger, observers, now)
         if own is None or own.chooses:
             transfers.start()
+        slow = SlowEngines(engines, now)
+        engines.watch(slow)
+        observers.show(PROBLEMS, slow.samples)
         local = LocalScheduler(
-            ledger, outliers, buffers, transfers, observers, now, decisions, knowledge, turns
+            ledger, outliers, buffers, transfers, observers, now, decisions, knowledge, turns, slow
         )
         scheduler: Scheduler = local
         if own is not None:
@@ -284,7 +290,7 @@ class PoolParts:
             connector=watch.connector,
             networks=networks,
         )
-        wrong = [ledger_source(ledger, now), auditor.shortcomings]
+        wrong = [ledger_source(ledger, now), auditor.shortcomings, slow.shortcomings]
         wrong.append(retrying.shortcomings)
         wrong.append(lambda: custodian.stuck.shortcomings(now()))
         show_engines(observers, engines, now, pool.name)
@@ -345,6 +351,7 @@ class PoolParts:
             legs=legs,
             passthrough=passthrough,
             service=service,
+            slow=slow,
             shortcomings=wrong,
         )
         service.pool = passthrough.pool = pool.name

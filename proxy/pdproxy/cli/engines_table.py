@@ -88,6 +88,7 @@ def _own_faults(entry: Mapping[str, Any]) -> Iterator[str]:
         yield f"{entry['health']['state']}: {reason}"
     if entry["breaker"]["open_for_s"]:
         yield f"excluded for {entry['breaker']['open_for_s']:.0f} s"
+    yield from entry["slow"]
 
 
 def _not_paired(

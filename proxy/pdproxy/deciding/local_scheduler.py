@@ -12,6 +12,7 @@ from msgspec import structs
 
 from pdproxy.deciding.buffers import ReceiveBuffers
 from pdproxy.deciding.turns import PoolTurns
+from pdproxy.fleet.slow_engines import SlowEngines
 from pdproxy.fleet.transfers import Transfers
 from pdproxy.kit.errors import TooLateError
 from pdproxy.observe.description import Label, counter
@@ -67,6 +68,7 @@ class LocalScheduler:
         decisions: Decisions | None,
         knowledge: Knowledge | None,
         turns: PoolTurns | None = None,
+        slow: SlowEngines | None = None,
     ) -> None:
         self._ledger = ledger
         self._outliers = outliers
@@ -77,6 +79,7 @@ class LocalScheduler:
         self._decisions = decisions
         self._knowledge = knowledge
         self._turns = turns
+        self._slow = slow
 
     def __repr__(self) -> str:
         return f"<LocalScheduler {self._ledger!r}>"
@@ -288,6 +291,8 @@ class LocalScheduler:
             seconds = None
             if lease.role is PREFILL:
                 seconds, beside = at - lease.since, engine.requests
+                if self._slow is not None and pace is not None:
+                    self._slow.prefilled(engine.url, at, seconds, lease.prompt_bytes)
             self._outliers.ended(
                 engine.url,
                 lease.role,

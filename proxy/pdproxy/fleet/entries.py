@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -18,6 +18,7 @@ from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.member import Member, MemberState, UnknownMemberError
 from pdproxy.fleet.membership import Membership
+from pdproxy.fleet.slow_engines import SlowEngines
 from pdproxy.kit.text import truncate
 from pdproxy.observe.prompt_shares import PoolPrompts, PromptShares
 from pdproxy.scheduling.compatibility import may_share
@@ -154,6 +155,7 @@ class EngineEntry(msgspec.Struct, frozen=True):
     ]
     drain: EngineDrain | None
     labels: dict[str, str]
+    slow: Annotated[list[str], Meta(description="why requests are slow there, as /ready says it")]
 
 
 class PoolEngines(NamedTuple):
@@ -163,6 +165,7 @@ class PoolEngines(NamedTuple):
     membership: Membership
     engines: EngineRegistry
     shares: PromptShares
+    slow: SlowEngines
 
     def prompts(self) -> PoolPrompts:
         """Return how its last prompts were served."""
@@ -222,7 +225,7 @@ class EngineEntries:
                     if pairs
                     else None
                 )
-                return self._entry(pool, url, found)
+                return self._entry(pool, url, found, pool.slow.texts())
         raise UnknownMemberError(f"{url} is no engine of {self._here()}")
 
     async def all(
@@ -236,6 +239,7 @@ class EngineEntries:
         compared = 0
         for pool in self.pools if of is None else [of]:
             ledger_engines = pool.ledger_engines()
+            slow = pool.slow.texts()
             compare = pairs and len(ledger_engines) <= MAX_WITH_PAIRS
             for url in list(pool.membership.members):
                 compared += len(ledger_engines) if compare else 1
@@ -248,9 +252,15 @@ class EngineEntries:
                         if compare
                         else None
                     )
-                    yield self._entry(pool, url, found)
+                    yield self._entry(pool, url, found, slow)
 
-    def _entry(self, pool: PoolEngines, url: str, pairs: EnginePairs | None) -> EngineEntry:
+    def _entry(
+        self,
+        pool: PoolEngines,
+        url: str,
+        pairs: EnginePairs | None,
+        slow: Mapping[str, list[str]],
+    ) -> EngineEntry:
         now, member, engine = self._now(), pool.membership.members[url], pool.engines[url]
         ledger_engine = engine.in_ledger
         evidence = ledger_engine.evidence
@@ -279,6 +289,7 @@ class EngineEntries:
             pairs=pairs,
             drain=self._drain(member, ledger_engine, now),
             labels=dict(member.settings.labels),
+            slow=slow.get(url, []),
         )
 
     def _drain(self, member: Member, engine: LedgerEngine, now: float) -> EngineDrain | None:

@@ -27,6 +27,7 @@ export function problem(engine) {
     );
   } else if (health.reason) wrong.push(health.reason);
   if (breaker.open_for_s) wrong.push(`excluded for ${breaker.open_for_s.toFixed(0)} s`);
+  wrong.push(...engine.slow);
   for (const one of pairs?.not_paired.slice(0, 1) ?? []) {
     wrong.push(`not paired with ${short(one.url)}: ${one.why}`);
   }

@@ -1,0 +1,32 @@
+"""The causes for which requests are slow although none fails: their words, which `/ready`, the
+admin API and the alerts share, and how many of them `/ready` names.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pdproxy.observe.description import Label, MergeRule, gauge
+
+
+class Cause(NamedTuple):
+    """A cause. `name`: the value of the metric's label; `words`: how a sentence on it begins."""
+
+    name: str
+    words: str
+    meaning: str
+
+
+PREFILL = Cause(
+    "slow_prefill",
+    "slow prefill engine",
+    "a prefill engine takes much longer for its prompts than another one",
+)
+CAUSES = (PREFILL,)
+PROBLEMS = gauge(
+    "pdproxy_problems",
+    "problems",
+    "How many problems /ready names that make requests slow, by their cause",
+    Label("cause", tuple((one.name, one.meaning) for one in CAUSES)),
+    workers=MergeRule.SUM,
+)

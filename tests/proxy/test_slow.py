@@ -1,0 +1,84 @@
+"""Faults that make requests slow and fail none: `/ready`, the admin API, `pdproxy engines` and the
+metric behind the alert name the one that is there, and no other.
+"""
+
+# The engines take time of a manual clock.
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from pdproxy.cli.engines_table import wrong
+from pdproxy.observe import slow
+from tests.fakes.admin import admin
+from tests.fakes.clock import ManualClock
+from tests.fakes.engine import Reply
+from tests.fakes.world import COMPLETIONS, World, completion, world
+
+ROUNDS = 16
+
+
+def taking(clock: ManualClock, seconds: float) -> Callable[[Reply], Awaitable[None]]:
+    """An engine that takes so long before it answers."""
+
+    async def script(reply: Reply) -> None:
+        await clock.advance(seconds)
+        await reply.serve()
+
+    return script
+
+
+async def asked(w: World, count: int = ROUNDS, **fields: Any) -> None:
+    for _ in range(count):
+        assert (await w.ask(COMPLETIONS, completion(**fields))).status == 200
+    await w.told()
+
+
+async def details(w: World) -> list[str]:
+    found: list[str] = json.loads((await w.get("/ready")).body)["details"]
+    return found
+
+
+async def named(w: World) -> dict[str, float]:
+    """The causes that are named, with their numbers. All that shows them says the same."""
+    found = {
+        one.name: count
+        for one in slow.CAUSES
+        if (count := w.metric("pdproxy_problems", cause=one.name))
+    }
+    text = await details(w)
+    for one in slow.CAUSES:
+        assert sum(one.words in line for line in text) == found.get(one.name, 0)
+    assert len(text) == sum(found.values())
+    return found
+
+
+async def shown_of(w: World, url: str) -> str:
+    """What `pdproxy engines list` and the page say of an engine, from the admin API."""
+    async with admin(w) as api:
+        entries = (await api.get("/engines"))["engines"]
+    return " | ".join(line for line in wrong(entries) if line.startswith(url))
+
+
+async def test_a_slow_prefill_engine() -> None:
+    clock = ManualClock()
+    async with world(2, 1, clock=clock) as w:
+        bad, good = w.prefill
+        bad.default = good.default = taking(clock, 0.5)
+        await asked(w)
+        assert await named(w) == {}
+        bad.default = taking(clock, 4)
+        await asked(w)
+        assert await named(w) == {"slow_prefill": 1}
+        assert f"prefill {bad.url}: slow prefill engine: a prompt takes" in (await details(w))[0]
+        assert "slow prefill engine: a prompt takes" in await shown_of(w, bad.url)
+        assert await shown_of(w, good.url) == ""
+        assert (await w.get("/ready")).status == 200
+        bad.default = taking(clock, 1.2)  # below the bound, and not clearly
+        await asked(w, 4 * ROUNDS)
+        assert await named(w) == {"slow_prefill": 1}
+        bad.default = taking(clock, 0.5)
+        await asked(w, 8 * ROUNDS)
+        assert await named(w) == {}
