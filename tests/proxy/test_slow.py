@@ -12,10 +12,13 @@ from typing import Any
 
 from pdproxy.cli.engines_table import wrong
 from pdproxy.observe import slow
+from tests.fakes import scripts
 from tests.fakes.admin import admin
+from tests.fakes.client import exchange, request
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import Reply
 from tests.fakes.world import COMPLETIONS, World, completion, world
+from tests.proxy.test_kv_faults import id_of
 
 ROUNDS = 16
 
@@ -82,3 +85,48 @@ async def test_a_slow_prefill_engine() -> None:
         bad.default = taking(clock, 0.5)
         await asked(w, 8 * ROUNDS)
         assert await named(w) == {}
+
+
+async def test_a_slow_link() -> None:
+    """From one prefill engine to one decode engine: the other three links are as before."""
+    clock = ManualClock()
+    async with world(2, 2, clock=clock) as w:
+        p, d = w.prefill[0], w.decode[0]
+
+        async def loading(reply: Reply) -> None:
+            kv = reply.request.kv or {}
+            is_slow = slow_now and reply.engine is d and kv.get("remote_engine_id") == id_of(p)
+            await clock.advance(1.8 if is_slow else 0.1)
+            await reply.serve()
+
+        slow_now = False
+        for engine in w.decode:
+            engine.default = loading
+        await w.probe()
+        await asked(w, 4 * ROUNDS, stream=True)
+        assert await named(w) == {}
+        slow_now = True
+        await asked(w, 4 * ROUNDS, stream=True)
+        assert await named(w) == {"slow_link": 1}
+        found = f"slow KV transfer: with KV from {p.url} the first data takes"
+        assert f"decode {d.url}: {found}" in (await details(w))[0]
+        assert found in await shown_of(w, d.url)
+        slow_now = False
+        await clock.advance(60)
+        assert await named(w) == {}
+
+
+async def test_a_slow_link_between_the_only_two_engines() -> None:
+    clock = ManualClock()
+    async with world(clock=clock) as w:
+        (d,) = w.decode
+        d.default = taking(clock, 2.5)
+        page = (await exchange(d.port, request("GET", "/metrics", b""))).body
+        lines = [line for line in page.splitlines(keepends=True) if b"by_reason" not in line]
+        d.admin["/metrics"] = scripts.whole(b"".join(lines))
+        await w.probe()
+        await asked(w, stream=True)
+        assert await named(w) == {}, "it is not known whether requests wait for a place"
+        d.admin = {}
+        await w.probe()
+        assert await named(w) == {"slow_link": 1}

@@ -297,11 +297,11 @@ WAITS = (
     Alert(
         "PdproxySlowKv",
         Severity.WARNING,
-        _KV_TIME.above_times(3, _KV_TIME.min("instance", "pool")).both(_KV_TIME.above(0.5)),
-        "10m",
-        "pdproxy {instance}: KV comes slowly to the decode engine {node}",
-        "It needs {value} from being asked to its first data: more than three times as long as the "
-        "fastest of its pool. Its link is slow, or its batch is full.",
+        _problem(slow.LINK),
+        "5m",
+        f"pdproxy {{instance}}: {slow.LINK.words}",
+        "The first data of a decode engine comes late behind a prefill engine's KV, and no request "
+        "waits there for a place. GET /ready names both.",
     ),
     Alert(
         "PdproxyPrefillIdle",

@@ -194,8 +194,8 @@ CASES = [
     ),
     Case(
         "PdproxySlowKv",
-        [*legs("a", "decode", "kv", 0.2), *legs("b", "decode", "kv", 0.7)],
-        [*legs("a", "decode", "kv", 0.3), *legs("b", "decode", "kv", 0.8)],
+        [given(PROBLEMS, steady(1), "slow_link")],
+        [given(PROBLEMS, late(1), "slow_link")],
     ),
     Case(
         "PdproxyPrefillIdle",

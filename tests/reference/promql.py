@@ -54,13 +54,6 @@ class Query:
         """Return these divided by those with the same values of the labels that `whole` has."""
         return Query(f"{self.text} / {self._matching(whole)}{whole.text}", self.labels, unit)
 
-    def above_times(self, factor: float, other: Query) -> Query:
-        """Return those of the series that are above so many times the others' values: of those with
-        the same values of the labels that `other` has.
-        """
-        text = f"{self.text} > {self._matching(other)}{factor:g} * {other.text}"
-        return replace(self, text=text)
-
     def _matching(self, other: Query) -> str:
         if self.labels == other.labels:
             return ""
@@ -78,10 +71,6 @@ class Query:
     def minus(self, other: Query) -> Query:
         """Return the differences to them."""
         return self._with("-", other)
-
-    def both(self, other: Query) -> Query:
-        """Return those of the series that the other query has, too."""
-        return self._with("and", other)
 
     def _with(self, operator: str, other: Query) -> Query:
         if self.labels != other.labels:

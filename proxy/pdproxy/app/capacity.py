@@ -10,6 +10,7 @@ from typing import Protocol
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.slow_engines import SlowEngines
 from pdproxy.observe.description import NODE, MergeRule, Samples, gauge
 from pdproxy.observe.events import (
     Event,
@@ -239,12 +240,16 @@ class Scraped:
         self._now = now
         self.capacity: PoolCapacity | None = None
         """None where there are no windows."""
+        self.slow: SlowEngines | None = None
+        """Set once it is made, behind the probes."""
 
     def scraped(self, engine: Engine, metrics: Scrape) -> None:
         """Take what an engine has just reported."""
         self._auditor.scraped(engine, metrics)
         if self.capacity is not None:
             self.capacity.scraped(engine, metrics)
+        if self.slow is not None:
+            self.slow.scraped(engine, metrics)
         engine.kv_expired = metrics.expired
         engine.kv_usage = None if metrics is NO_METRICS else metrics.kv_usage
         if self._replicas is not None:

@@ -238,6 +238,8 @@ class PoolParts:
         slow = SlowEngines(engines, now)
         engines.watch(slow)
         observers.show(PROBLEMS, slow.samples)
+        if probing is not None:
+            probing.scraped.slow = slow
         local = LocalScheduler(
             ledger, outliers, buffers, transfers, observers, now, decisions, knowledge, turns, slow
         )

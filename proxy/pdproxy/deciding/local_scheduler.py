@@ -315,6 +315,8 @@ class LocalScheduler:
         """See `Scheduler`."""
         if self._ledger.get(prefill) is not None and self._ledger.get(decode) is not None:
             self._outliers.loaded(prefill, decode, at, seconds)
+            if self._slow is not None:
+                self._slow.kv_took(prefill, decode, at, seconds)
 
     def kv_failed(self, prefill: str, decode: str, at: float, *, first: bool = True) -> None:
         """See `Scheduler`."""

@@ -1,4 +1,5 @@
-"""Which engines make requests slow although none fails, from the times of legs.
+"""Which engines make requests slow although none fails, from the times of legs and from what
+engines report.
 
 Owns the bounds. What is named stays named until it is clearly below its bound, so that a value near
 the bound does not come and go. An engine that is an outlier is excluded, too, where the settings
@@ -7,13 +8,17 @@ say so: this only names.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import TypeVar
 
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.observe.description import Samples
-from pdproxy.observe.slow import PREFILL, Cause
+from pdproxy.observe.slow import LINK, PREFILL, Cause
+from pdproxy.upstream.metrics_page import Scrape
 
 WINDOW = 60.0
 """Seconds that are looked at, and at least half of them."""
@@ -23,6 +28,9 @@ TIMES = 3.0
 """So many times as long as the fastest other one is slow."""
 PREFILL_SECONDS = 1.0
 """A prompt that takes less is not slow."""
+LINK_SECONDS, LINK_ALWAYS = 0.5, 2.0
+"""With KV, first data that takes less is not slow; what takes longer is slow without any
+comparison."""
 STAYS = 2 / 3
 """What is named stays so above this part of its bound."""
 
@@ -34,6 +42,16 @@ class _Sums:
     count: int = 0
     seconds: float = 0.0
     size: int = 0
+
+    @property
+    def mean(self) -> float:
+        """Seconds of a leg."""
+        return self.seconds / self.count
+
+    @property
+    def pace(self) -> float:
+        """Seconds of a byte."""
+        return self.seconds / self.size
 
     def add(self, count: int, seconds: float, size: int) -> None:
         self.count += count
@@ -73,7 +91,13 @@ class SlowEngines:
         self._engines = engines
         self._now = now
         self._prefills: dict[str, _Recent] = {}
+        self._pairs: dict[tuple[str, str], _Recent] = {}
+        self._queued_at: dict[str, float] = {}
+        """By URL: when an engine has last reported that requests wait for a place. Those are not
+        there that do not report it.
+        """
         self._named: set[tuple[Cause, str]] = set()
+        self._before: set[tuple[Cause, str]] = set()
 
     def added(self, engine: Engine) -> None:
         """Nothing is known of a new engine."""
@@ -81,6 +105,9 @@ class SlowEngines:
     def removed(self, engine: Engine) -> None:
         """Forget an engine."""
         self._prefills.pop(engine.url, None)
+        self._queued_at.pop(engine.url, None)
+        for pair in [pair for pair in self._pairs if engine.url in pair]:
+            del self._pairs[pair]
 
     def prefilled(self, url: str, at: float, seconds: float, prompt_bytes: int) -> None:
         """Count a prompt that a prefill engine has computed, in so many seconds with its queue."""
@@ -89,13 +116,30 @@ class SlowEngines:
             recent.turn(at)
             recent.now.add(1, seconds, prompt_bytes)
 
+    def kv_took(self, prefill: str, decode: str, at: float, seconds: float) -> None:
+        """Count the seconds from asking a decode engine to its first data for a prompt whose KV it
+        loads from a prefill engine.
+        """
+        if prefill in self._engines and decode in self._engines:
+            recent = self._pairs.setdefault((prefill, decode), _Recent())
+            recent.turn(at)
+            recent.now.add(1, seconds, 0)
+
+    def scraped(self, engine: Engine, metrics: Scrape) -> None:
+        """Take what an engine has just reported."""
+        if metrics.queued is None:
+            self._queued_at.pop(engine.url, None)
+        elif metrics.queued:
+            self._queued_at[engine.url] = self._now()
+        else:
+            self._queued_at.setdefault(engine.url, -math.inf)
+
     def found(self) -> dict[str, list[tuple[Cause, str]]]:
         """Return by URL what is slow now, each with a sentence."""
         at = self._now()
-        every = list(self._slow_prefills(at))
-        self._named = {(cause, url) for cause, url, _ in every}
+        self._before, self._named = self._named, set()
         found: dict[str, list[tuple[Cause, str]]] = {}
-        for cause, url, text in every:
+        for cause, url, text in chain(self._slow_prefills(at), self._slow_links(at)):
             found.setdefault(url, []).append((cause, f"{cause.words}: {text}"))
         return found
 
@@ -113,31 +157,67 @@ class SlowEngines:
 
     def samples(self) -> Samples:
         """Return how many problems of each cause there are."""
-        counts = {PREFILL: 0}
+        counts = {PREFILL: 0, LINK: 0}
         for causes in self.found().values():
             for cause, _ in causes:
                 counts[cause] += 1
         return [((cause.name,), count) for cause, count in counts.items()]
 
-    def _bound(self, cause: Cause, url: str, bound: float) -> float:
-        return bound * STAYS if (cause, url) in self._named else bound
+    def _is_named(self, cause: Cause, key: str, *bounds: tuple[float, float]) -> bool:
+        """Return whether each value is above its bound."""
+        part = STAYS if (cause, key) in self._before else 1.0
+        if any(value <= part * bound for value, bound in bounds):
+            return False
+        self._named.add((cause, key))
+        return True
 
     def _slow_prefills(self, at: float) -> Iterator[tuple[Cause, str, str]]:
         """Yield the prefill engines that take longer than others for a prompt, and for a byte: one
         that gets the short prompts takes more time for each byte.
         """
-        sums: Mapping[str, _Sums] = {
-            url: one
-            for url, recent in self._prefills.items()
-            if (one := recent.all(at)).count >= FEW and one.size
-        }
-        if len(sums) < 2:
-            return
-        fastest = min(one.seconds / one.size for one in sums.values())
+        sums = {url: one for url, one in _known(self._prefills, at) if one.size}
+        fastest = min((one.pace for one in sums.values()), default=0.0)
         for url, one in sums.items():
-            mean, pace = one.seconds / one.count, one.seconds / one.size
-            if mean > self._bound(PREFILL, url, PREFILL_SECONDS) and pace > fastest * self._bound(
-                PREFILL, url, TIMES
+            if self._is_named(
+                PREFILL, url, (one.mean, PREFILL_SECONDS), (one.pace, TIMES * fastest)
             ):
-                times = f", {pace / fastest:.1f} times as long as on the fastest one"
-                yield PREFILL, url, f"a prompt takes {mean:.1f} s there{times if fastest else ''}"
+                text = f"a prompt takes {one.mean:.1f} s there"
+                if fastest:
+                    text += f", {one.pace / fastest:.1f} times as long as on the fastest one"
+                yield (
+                    PREFILL,
+                    url,
+                    text,
+                )
+
+    def _slow_links(self, at: float) -> Iterator[tuple[Cause, str, str]]:
+        """Yield the decode engines that wait for KV, a sentence each. Where requests wait for a
+        place, the time is that of the queue.
+        """
+        sums = dict(_known(self._pairs, at))
+        fastest = min((one.mean for one in sums.values()), default=0.0)
+        bound = min(LINK_ALWAYS, max(LINK_SECONDS, TIMES * fastest))
+        slow: dict[str, list[tuple[float, str]]] = {}
+        for (prefill, decode), one in sums.items():
+            queued_at = self._queued_at.get(decode)
+            if queued_at is None or queued_at > at - WINDOW:
+                continue
+            if self._is_named(LINK, f"{prefill} {decode}", (one.mean, bound)):
+                slow.setdefault(decode, []).append((one.mean, prefill))
+        for decode, links in slow.items():
+            mean, prefill = max(links)
+            others = f" and {len(links) - 1} more" if len(links) > 1 else ""
+            text = (
+                f"with KV from {prefill}{others} the first data takes {mean:.1f} s, and no request "
+            )
+            yield LINK, decode, text + "waits for a place"
+
+
+_K = TypeVar("_K")
+
+
+def _known(recents: Mapping[_K, _Recent], at: float) -> Iterator[tuple[_K, _Sums]]:
+    """Yield the sums of those that have enough legs."""
+    for key, recent in recents.items():
+        if (sums := recent.all(at)).count >= FEW:
+            yield key, sums

@@ -22,7 +22,12 @@ PREFILL = Cause(
     "slow prefill engine",
     "a prefill engine takes much longer for its prompts than another one",
 )
-CAUSES = (PREFILL,)
+LINK = Cause(
+    "slow_link",
+    "slow KV transfer",
+    "KV takes long from a prefill engine to a decode engine at which no request waits for a place",
+)
+CAUSES = (PREFILL, LINK)
 PROBLEMS = gauge(
     "pdproxy_problems",
     "problems",
