@@ -11,16 +11,19 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from pdproxy.cli.engines_table import wrong
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe import slow
 from tests.fakes import scripts
 from tests.fakes.admin import admin
-from tests.fakes.client import exchange, request
+from tests.fakes.client import Client, exchange, request
 from tests.fakes.clock import ManualClock
-from tests.fakes.engine import Reply
-from tests.fakes.world import COMPLETIONS, World, completion, world
+from tests.fakes.engine import FakeEngine, Reply
+from tests.fakes.world import COMPLETIONS, World, completion, until, world
 from tests.proxy.test_kv_faults import id_of
 
 ROUNDS = 16
+BUSY = Hardware(decode_step_s=0.02)
+"""Of a decode engine that has an answer's tokens to make for a minute."""
 
 
 def taking(clock: ManualClock, seconds: float) -> Callable[[Reply], Awaitable[None]]:
@@ -37,6 +40,18 @@ async def asked(w: World, count: int = ROUNDS, **fields: Any) -> None:
     for _ in range(count):
         assert (await w.ask(COMPLETIONS, completion(**fields))).status == 200
     await w.told()
+
+
+async def waiting(w: World) -> Client:
+    """A client that has asked for a stream."""
+    client = await w.client()
+    client.send(request("POST", COMPLETIONS, completion(stream=True, max_tokens=3000)))
+    return client
+
+
+def queued(engine: FakeEngine) -> int:
+    stats = engine.sim.engine.stats
+    return stats.waiting - stats.deferred
 
 
 async def details(w: World) -> list[str]:
@@ -130,3 +145,28 @@ async def test_a_slow_link_between_the_only_two_engines() -> None:
         d.admin = {}
         await w.probe()
         assert await named(w) == {"slow_link": 1}
+
+
+async def test_a_queue_at_the_decode_engine() -> None:
+    """A report of it is not enough: a queue may come and go with each burst."""
+    facts = {"max_num_seqs": 1, "hardware": BUSY}
+    async with world(facts_of=lambda role: facts if role == "decode" else {}, leaves=True) as w:
+        (d,) = w.decode
+        clients = [await waiting(w) for _ in range(3)]
+        await until(lambda: queued(d) == 2)
+        await w.probe()
+        await w.probe()
+        assert await named(w) == {}
+        await w.probe()
+        assert await named(w) == {"decode_queue": 1}
+        found = "queue at the decode engine: requests wait there for a place (2)"
+        assert await details(w) == [f"decode {d.url}: {found}"]
+        assert found in await shown_of(w, d.url)
+        for client in clients:
+            client.close()
+        await until(lambda: queued(d) == 0)
+        await w.probe()
+        await w.probe()
+        assert await named(w) == {"decode_queue": 1}
+        await w.probe()
+        assert await named(w) == {}

@@ -125,7 +125,6 @@ OUTCOMES = _record(
 )
 RECORDED = (LEG_TIME, OUTCOMES)
 _ENDED = _OF.now(OUTCOMES.metric).sum("instance")
-_KV_TIME = _OF.now(LEG_TIME.metric, {"phase": "kv"})
 _PREFILL_TIME = _OF.now(LEG_TIME.metric, {"phase": "prefill"})
 _SLOW_READERS = _OF.increase(EVICTIONS, "15m", {"what": ("reader", "answer")}).sum("instance")
 _LATE_READERS = _OF.increase(DEADLINES, "15m", {"wait": "client_write"}).sum("instance")
@@ -288,11 +287,11 @@ WAITS = (
     Alert(
         "PdproxyDecodeQueue",
         Severity.WARNING,
-        _KV_TIME.min("instance", "pool").above(2),
+        _problem(slow.QUEUE),
         "5m",
-        "pdproxy {instance}: prompts wait at all decode engines of the pool {pool}",
-        "The fastest of them needs {value} from being asked to its first data: its queue, the KV "
-        "transfer and one step.",
+        f"pdproxy {{instance}}: {slow.QUEUE.words}",
+        "Requests wait in it for a place all the time, and their KV waits in prefill engines. GET "
+        "/ready names it.",
     ),
     Alert(
         "PdproxySlowKv",

@@ -189,8 +189,8 @@ CASES = [
     ),
     Case(
         "PdproxyDecodeQueue",
-        [*legs("a", "decode", "kv", 3), *legs("b", "decode", "kv", 2.5)],
-        [*legs("a", "decode", "kv", 3), *legs("b", "decode", "kv", 1.5)],
+        [given(PROBLEMS, steady(1), "decode_queue")],
+        [given(PROBLEMS, late(1), "decode_queue")],
     ),
     Case(
         "PdproxySlowKv",

@@ -17,7 +17,8 @@ from typing import TypeVar
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.observe.description import Samples
-from pdproxy.observe.slow import LINK, PREFILL, Cause
+from pdproxy.observe.slow import LINK, PREFILL, QUEUE, Cause
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.upstream.metrics_page import Scrape
 
 WINDOW = 60.0
@@ -31,6 +32,8 @@ PREFILL_SECONDS = 1.0
 LINK_SECONDS, LINK_ALWAYS = 0.5, 2.0
 """With KV, first data that takes less is not slow; what takes longer is slow without any
 comparison."""
+REPORTS = 3
+"""So many reports in a row show that a queue stays, or is gone."""
 STAYS = 2 / 3
 """What is named stays so above this part of its bound."""
 
@@ -81,6 +84,26 @@ class _Recent:
         return found
 
 
+@dataclass(slots=True)
+class _Queue:
+    """How many requests wait for a place in an engine, as it has reported last.
+
+    `seen`: when some did; `same`: how many reports in a row say the contrary of `stays`.
+    """
+
+    length: float = 0.0
+    seen: float = -math.inf
+    stays: bool = False
+    same: int = 0
+
+    def reported(self, length: float, at: float) -> None:
+        if length:
+            self.length, self.seen = length, at
+        self.same = 0 if bool(length) is self.stays else self.same + 1
+        if self.same == REPORTS:
+            self.stays, self.same = not self.stays, 0
+
+
 class SlowEngines:
     """Names the engines of a pool that make requests slow. `now`: monotonic seconds.
 
@@ -92,10 +115,8 @@ class SlowEngines:
         self._now = now
         self._prefills: dict[str, _Recent] = {}
         self._pairs: dict[tuple[str, str], _Recent] = {}
-        self._queued_at: dict[str, float] = {}
-        """By URL: when an engine has last reported that requests wait for a place. Those are not
-        there that do not report it.
-        """
+        self._queues: dict[str, _Queue] = {}
+        """By URL. Those are not there that do not report their queue."""
         self._named: set[tuple[Cause, str]] = set()
         self._before: set[tuple[Cause, str]] = set()
 
@@ -105,7 +126,7 @@ class SlowEngines:
     def removed(self, engine: Engine) -> None:
         """Forget an engine."""
         self._prefills.pop(engine.url, None)
-        self._queued_at.pop(engine.url, None)
+        self._queues.pop(engine.url, None)
         for pair in [pair for pair in self._pairs if engine.url in pair]:
             del self._pairs[pair]
 
@@ -127,19 +148,19 @@ class SlowEngines:
 
     def scraped(self, engine: Engine, metrics: Scrape) -> None:
         """Take what an engine has just reported."""
-        if metrics.queued is None:
-            self._queued_at.pop(engine.url, None)
-        elif metrics.queued:
-            self._queued_at[engine.url] = self._now()
+        if metrics.queued is None or Role.DECODE not in engine.in_ledger.uses:
+            self._queues.pop(engine.url, None)
         else:
-            self._queued_at.setdefault(engine.url, -math.inf)
+            queue = self._queues.setdefault(engine.url, _Queue())
+            queue.reported(metrics.queued, self._now())
 
     def found(self) -> dict[str, list[tuple[Cause, str]]]:
         """Return by URL what is slow now, each with a sentence."""
         at = self._now()
         self._before, self._named = self._named, set()
         found: dict[str, list[tuple[Cause, str]]] = {}
-        for cause, url, text in chain(self._slow_prefills(at), self._slow_links(at)):
+        causes = chain(self._slow_prefills(at), self._slow_links(at), self._long_queues())
+        for cause, url, text in causes:
             found.setdefault(url, []).append((cause, f"{cause.words}: {text}"))
         return found
 
@@ -157,7 +178,7 @@ class SlowEngines:
 
     def samples(self) -> Samples:
         """Return how many problems of each cause there are."""
-        counts = {PREFILL: 0, LINK: 0}
+        counts = {PREFILL: 0, LINK: 0, QUEUE: 0}
         for causes in self.found().values():
             for cause, _ in causes:
                 counts[cause] += 1
@@ -199,8 +220,8 @@ class SlowEngines:
         bound = min(LINK_ALWAYS, max(LINK_SECONDS, TIMES * fastest))
         slow: dict[str, list[tuple[float, str]]] = {}
         for (prefill, decode), one in sums.items():
-            queued_at = self._queued_at.get(decode)
-            if queued_at is None or queued_at > at - WINDOW:
+            queue = self._queues.get(decode)
+            if queue is None or queue.seen > at - WINDOW:
                 continue
             if self._is_named(LINK, f"{prefill} {decode}", (one.mean, bound)):
                 slow.setdefault(decode, []).append((one.mean, prefill))
@@ -211,6 +232,12 @@ class SlowEngines:
                 f"with KV from {prefill}{others} the first data takes {mean:.1f} s, and no request "
             )
             yield LINK, decode, text + "waits for a place"
+
+    def _long_queues(self) -> Iterator[tuple[Cause, str, str]]:
+        """Yield the decode engines at which requests wait for a place all the time."""
+        for url, queue in self._queues.items():
+            if queue.stays and (engine := self._engines.get(url)) and engine.in_ledger.up:
+                yield QUEUE, url, f"requests wait there for a place ({queue.length:.0f})"
 
 
 _K = TypeVar("_K")

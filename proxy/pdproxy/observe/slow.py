@@ -27,7 +27,12 @@ LINK = Cause(
     "slow KV transfer",
     "KV takes long from a prefill engine to a decode engine at which no request waits for a place",
 )
-CAUSES = (PREFILL, LINK)
+QUEUE = Cause(
+    "decode_queue",
+    "queue at the decode engine",
+    "requests wait for a place in a decode engine",
+)
+CAUSES = (PREFILL, LINK, QUEUE)
 PROBLEMS = gauge(
     "pdproxy_problems",
     "problems",
