@@ -42,10 +42,10 @@ async def asked(w: World, count: int = ROUNDS, **fields: Any) -> None:
     await w.told()
 
 
-async def waiting(w: World) -> Client:
+async def waiting(w: World, tokens: int = 3000) -> Client:
     """A client that has asked for a stream."""
     client = await w.client()
-    client.send(request("POST", COMPLETIONS, completion(stream=True, max_tokens=3000)))
+    client.send(request("POST", COMPLETIONS, completion(stream=True, max_tokens=tokens)))
     return client
 
 
@@ -169,4 +169,28 @@ async def test_a_queue_at_the_decode_engine() -> None:
         await w.probe()
         assert await named(w) == {"decode_queue": 1}
         await w.probe()
+        assert await named(w) == {}
+
+
+async def test_full_kv_at_the_decode_engine() -> None:
+    """Its batch has places."""
+    facts = {"num_gpu_blocks": 20, "max_model_len": 300, "hardware": BUSY}
+    async with world(facts_of=lambda role: facts if role == "decode" else {}, leaves=True) as w:
+        (d,) = w.decode
+        engine = d.sim.engine
+        clients = [await waiting(w, 200) for _ in range(6)]
+        await until(lambda: queued(d) > 0 and engine.stats.kv_cache_usage > 0.95)
+        engine.freeze()  # it reports the same until then
+        for _ in range(3):
+            await w.probe()
+        assert await named(w) == {"decode_full": 1}
+        found = "full KV at the decode engine: "
+        assert (await details(w))[0].startswith(f"decode {d.url}: {found}")
+        assert found in await shown_of(w, d.url)
+        engine.thaw()
+        for client in clients:
+            client.close()
+        await until(lambda: queued(d) == 0)
+        for _ in range(3):
+            await w.probe()
         assert await named(w) == {}

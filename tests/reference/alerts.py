@@ -294,6 +294,14 @@ WAITS = (
         "/ready names it.",
     ),
     Alert(
+        "PdproxyDecodeFull",
+        Severity.WARNING,
+        _problem(slow.FULL),
+        "5m",
+        f"pdproxy {{instance}}: {slow.FULL.words}",
+        "Requests wait in it for KV blocks all the time. GET /ready names it.",
+    ),
+    Alert(
         "PdproxySlowKv",
         Severity.WARNING,
         _problem(slow.LINK),

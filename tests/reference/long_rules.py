@@ -193,6 +193,11 @@ CASES = [
         [given(PROBLEMS, late(1), "decode_queue")],
     ),
     Case(
+        "PdproxyDecodeFull",
+        [given(PROBLEMS, steady(1), "decode_full")],
+        [given(PROBLEMS, late(1), "decode_full")],
+    ),
+    Case(
         "PdproxySlowKv",
         [given(PROBLEMS, steady(1), "slow_link")],
         [given(PROBLEMS, late(1), "slow_link")],

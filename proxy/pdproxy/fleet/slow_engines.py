@@ -17,7 +17,7 @@ from typing import TypeVar
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.observe.description import Samples
-from pdproxy.observe.slow import LINK, PREFILL, QUEUE, Cause
+from pdproxy.observe.slow import FULL, LINK, PREFILL, QUEUE, Cause
 from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.upstream.metrics_page import Scrape
 
@@ -32,6 +32,8 @@ PREFILL_SECONDS = 1.0
 LINK_SECONDS, LINK_ALWAYS = 0.5, 2.0
 """With KV, first data that takes less is not slow; what takes longer is slow without any
 comparison."""
+FULL_USAGE = 0.9
+"""A request that waits behind so large a part of the KV blocks waits for blocks."""
 REPORTS = 3
 """So many reports in a row show that a queue stays, or is gone."""
 STAYS = 2 / 3
@@ -178,7 +180,7 @@ class SlowEngines:
 
     def samples(self) -> Samples:
         """Return how many problems of each cause there are."""
-        counts = {PREFILL: 0, LINK: 0, QUEUE: 0}
+        counts = dict.fromkeys((PREFILL, LINK, QUEUE, FULL), 0)
         for causes in self.found().values():
             for cause, _ in causes:
                 counts[cause] += 1
@@ -234,9 +236,18 @@ class SlowEngines:
             yield LINK, decode, text + "waits for a place"
 
     def _long_queues(self) -> Iterator[tuple[Cause, str, str]]:
-        """Yield the decode engines at which requests wait for a place all the time."""
+        """Yield the decode engines at which requests wait for a place all the time: in the batch,
+        or for KV blocks.
+        """
         for url, queue in self._queues.items():
-            if queue.stays and (engine := self._engines.get(url)) and engine.in_ledger.up:
+            engine = self._engines.get(url)
+            if not queue.stays or engine is None or not engine.in_ledger.up:
+                continue
+            usage = engine.kv_usage or 0.0
+            if self._is_named(FULL, url, (usage, FULL_USAGE)):
+                text = f"{usage:.0%} of its KV blocks are in use, and requests wait there for some"
+                yield FULL, url, f"{text} ({queue.length:.0f})"
+            else:
                 yield QUEUE, url, f"requests wait there for a place ({queue.length:.0f})"
 
 

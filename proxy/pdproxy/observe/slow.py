@@ -32,7 +32,12 @@ QUEUE = Cause(
     "queue at the decode engine",
     "requests wait for a place in a decode engine",
 )
-CAUSES = (PREFILL, LINK, QUEUE)
+FULL = Cause(
+    "decode_full",
+    "full KV at the decode engine",
+    "requests wait for KV blocks of a decode engine",
+)
+CAUSES = (PREFILL, LINK, QUEUE, FULL)
 PROBLEMS = gauge(
     "pdproxy_problems",
     "problems",
