@@ -13,6 +13,7 @@ from typing import Any
 from pdproxy.cli.engines_table import wrong
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe import slow
+from pdproxy.observe.slow_clients import MANY, WINDOW
 from tests.fakes import scripts
 from tests.fakes.admin import admin
 from tests.fakes.client import Client, exchange, request
@@ -20,6 +21,7 @@ from tests.fakes.clock import ManualClock
 from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.world import COMPLETIONS, World, completion, until, world
 from tests.proxy.test_kv_faults import id_of
+from tests.proxy.test_slow_readers import EVENT
 
 ROUNDS = 16
 BUSY = Hardware(decode_step_s=0.02)
@@ -193,4 +195,35 @@ async def test_full_kv_at_the_decode_engine() -> None:
         await until(lambda: queued(d) == 0)
         for _ in range(3):
             await w.probe()
+        assert await named(w) == {}
+
+
+async def test_slow_clients() -> None:
+    """One is nothing that an operator must know."""
+    clock = ManualClock()
+    async with world(clock=clock, deadlines={"client_write": 1.0}, leaves=True) as w:
+        w.decode[0].default = scripts.streams(*[EVENT * 1000] * 40, then="stall")
+
+        async def are_dropped(count: int) -> None:
+            left = w.metric("pdproxy_deadline_total", wait="client_write")
+            for _ in range(count):
+                client = await w.client(receive_buffer=4096)
+                client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+                client.send(request("POST", COMPLETIONS, completion(stream=True)))
+            await until(
+                lambda: (
+                    sum(one.transport.get_write_buffer_size() > 0 for one in w.connections) == count
+                )
+            )
+            await clock.advance(2)
+            await until(
+                lambda: w.metric("pdproxy_deadline_total", wait="client_write") == left + count
+            )
+
+        await are_dropped(1)
+        assert await named(w) == {}
+        await are_dropped(MANY)
+        assert await named(w) == {"slow_clients": 1}
+        assert "slow clients: 11 connections or more were closed" in (await details(w))[0]
+        await clock.advance(WINDOW)
         assert await named(w) == {}

@@ -16,7 +16,8 @@ from pdproxy.fleet.audit import KV_MOVED, PAIRS_EJECTED
 from pdproxy.fleet.gauges import NODE_INFO, NODE_STATE, NODE_UP
 from pdproxy.fleet.kv_sources import KV_EVENT_SOURCES
 from pdproxy.fleet.transfers import TRANSFER_FAULTS
-from pdproxy.observe import slow
+from pdproxy.kit.errors import Wait
+from pdproxy.observe import slow, slow_clients
 from pdproxy.observe.description import Description, Label, MetricKind
 from pdproxy.observe.events import DEADLINES, EVICTIONS
 from pdproxy.observe.prompt_shares import MOST, PROMPT_TOKENS
@@ -126,8 +127,9 @@ OUTCOMES = _record(
 RECORDED = (LEG_TIME, OUTCOMES)
 _ENDED = _OF.now(OUTCOMES.metric).sum("instance")
 _PREFILL_TIME = _OF.now(LEG_TIME.metric, {"phase": "prefill"})
-_SLOW_READERS = _OF.increase(EVICTIONS, "15m", {"what": ("reader", "answer")}).sum("instance")
-_LATE_READERS = _OF.increase(DEADLINES, "15m", {"wait": "client_write"}).sum("instance")
+_CLIENTS_WINDOW = f"{slow_clients.WINDOW / 60:g}m"
+_SLOW_READERS = _OF.increase(EVICTIONS, _CLIENTS_WINDOW, {"what": slow_clients.EVICTED})
+_LATE_READERS = _OF.increase(DEADLINES, _CLIENTS_WINDOW, {"wait": Wait.CLIENT_WRITE.value})
 
 SERVICE = (
     Alert(
@@ -403,10 +405,10 @@ PROCESS = (
     Alert(
         "PdproxySlowClients",
         Severity.INFO,
-        _SLOW_READERS.plus(_LATE_READERS).above(10),
+        _SLOW_READERS.sum("instance").plus(_LATE_READERS.sum("instance")).above(slow_clients.MANY),
         "0m",
-        "pdproxy {instance}: clients read their answers too slowly",
-        "{value} connections were closed for that in 15 minutes.",
+        f"pdproxy {{instance}}: {slow.CLIENTS.words}",
+        "{value} connections were closed in 15 minutes since their clients read too slowly.",
     ),
     Alert(
         "PdproxyWrongKeys",

@@ -18,6 +18,8 @@ from pdproxy.app.watch import UNWATCHED, Watch
 from pdproxy.fleet.kv_events import Index
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.logs import Log
+from pdproxy.observe.slow import PROBLEMS
+from pdproxy.observe.slow_clients import SlowClients
 from pdproxy.serving.access.models import PoolModels
 from pdproxy.settings.errors import naming_pool
 from pdproxy.settings.schema import Settings
@@ -73,7 +75,10 @@ class Proxy(Parts):
             )
             for pool in pools
         ]
-        wrong = [proxy.tasks.shortcomings, credentials.shortcomings]
+        slow_clients = SlowClients(proxy.now)
+        proxy.observers.add(slow_clients)
+        proxy.observers.show(PROBLEMS, slow_clients.samples)
+        wrong = [proxy.tasks.shortcomings, credentials.shortcomings, slow_clients.shortcomings]
         readiness = ReadinessCheck(
             proxy.admission, states, proxy.now, credentials.why_no_key, wrong
         )

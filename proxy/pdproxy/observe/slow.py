@@ -37,7 +37,12 @@ FULL = Cause(
     "full KV at the decode engine",
     "requests wait for KV blocks of a decode engine",
 )
-CAUSES = (PREFILL, LINK, QUEUE, FULL)
+CLIENTS = Cause(
+    "slow_clients",
+    "slow clients",
+    "many clients read their answers too slowly, in one process",
+)
+CAUSES = (PREFILL, LINK, QUEUE, FULL, CLIENTS)
 PROBLEMS = gauge(
     "pdproxy_problems",
     "problems",
