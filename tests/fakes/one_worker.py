@@ -93,6 +93,7 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_shares.py::test_bodies_that_engines_work_on_give_way_to_nobody": DIVIDED,
         "test_shares.py::test_half_a_request_is_idle": DIVIDED,
         "test_signals.py::test_a_hangup_ends_no_stream": EACH,
+        "test_slow.py::test_an_event_loop_that_is_held": EACH,
         "test_slow.py::test_slow_clients": EACH,
         "test_tls.py::test_a_certificate_that_expires_is_reported": EACH,
         "test_tls.py::test_half_of_a_renewal_changes_nothing": EACH,

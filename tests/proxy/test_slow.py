@@ -10,9 +10,11 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from pdproxy.app.heartbeat import Heartbeat
 from pdproxy.cli.engines_table import wrong
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe import slow
+from pdproxy.observe.held_loop import PART, PARTS
 from pdproxy.observe.slow_clients import MANY, WINDOW
 from tests.fakes import scripts
 from tests.fakes.admin import admin
@@ -226,4 +228,45 @@ async def test_slow_clients() -> None:
         assert await named(w) == {"slow_clients": 1}
         assert "slow clients: 11 connections or more were closed" in (await details(w))[0]
         await clock.advance(WINDOW)
+        assert await named(w) == {}
+
+
+class LateLoop:
+    """Calls the heartbeat's timer when it is due, or later."""
+
+    def __init__(self) -> None:
+        self._now = self._due = 0.0
+
+    def time(self) -> float:
+        return self._now
+
+    def call_at(self, due: float, *_: object) -> LateLoop:
+        self._due = due
+        return self
+
+    def cancel(self) -> None:
+        """Nothing would be called."""
+
+    def beats(self, heartbeat: Heartbeat, late: Callable[[int], float]) -> None:
+        """Let the window pass, in which each beat is so late."""
+        for number in range(PART * PARTS):
+            self._now = self._due + late(number)
+            heartbeat._beat(self)  # type: ignore[arg-type]
+
+
+async def test_an_event_loop_that_is_held() -> None:
+    async with world() as w:
+        heartbeat, loop = w.proxy.heartbeat, LateLoop()
+        heartbeat.stop()
+        heartbeat._due = 0.0
+        loop.beats(heartbeat, lambda _: 0.01)
+        assert await named(w) == {}
+        loop.beats(heartbeat, lambda number: 0.06 if number % 50 == 0 else 0.0)
+        assert await named(w) == {"loop_held": 1}
+        assert await details(w) == [
+            "event loop held: 2.0% of its timers were late by 50 ms or more in the last 5 minutes"
+        ]
+        loop.beats(heartbeat, lambda number: 0.06 if number % 150 == 0 else 0.0)
+        assert await named(w) == {"loop_held": 1}
+        loop.beats(heartbeat, lambda number: 0.06 if number % 300 == 0 else 0.0)
         assert await named(w) == {}

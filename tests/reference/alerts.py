@@ -17,7 +17,7 @@ from pdproxy.fleet.gauges import NODE_INFO, NODE_STATE, NODE_UP
 from pdproxy.fleet.kv_sources import KV_EVENT_SOURCES
 from pdproxy.fleet.transfers import TRANSFER_FAULTS
 from pdproxy.kit.errors import Wait
-from pdproxy.observe import slow, slow_clients
+from pdproxy.observe import held_loop, slow, slow_clients
 from pdproxy.observe.description import Description, Label, MetricKind
 from pdproxy.observe.events import DEADLINES, EVICTIONS
 from pdproxy.observe.prompt_shares import MOST, PROMPT_TOKENS
@@ -397,9 +397,9 @@ PROCESS = (
     Alert(
         "PdproxyEventLoopHeld",
         Severity.WARNING,
-        _OF.quantile(0.99, LOOP_LATENESS, "instance").above(0.05),
+        _OF.quantile(1 - held_loop.MANY, LOOP_LATENESS, "instance").above(held_loop.LATE),
         "10m",
-        "pdproxy {instance}: the event loop was held up",
+        f"pdproxy {{instance}}: {slow.LOOP.words}",
         "One timer of a hundred is late by {value} or more, and so is all that clients get.",
     ),
     Alert(

@@ -17,6 +17,7 @@ from pdproxy.app.tokens import TRANSFORMERS, Library
 from pdproxy.app.watch import UNWATCHED, Watch
 from pdproxy.fleet.kv_events import Index
 from pdproxy.kit.clock import Clock
+from pdproxy.observe.held_loop import HeldLoop
 from pdproxy.observe.logs import Log
 from pdproxy.observe.slow import PROBLEMS
 from pdproxy.observe.slow_clients import SlowClients
@@ -75,10 +76,11 @@ class Proxy(Parts):
             )
             for pool in pools
         ]
-        slow_clients = SlowClients(proxy.now)
-        proxy.observers.add(slow_clients)
-        proxy.observers.show(PROBLEMS, slow_clients.samples)
-        wrong = [proxy.tasks.shortcomings, credentials.shortcomings, slow_clients.shortcomings]
+        wrong = [proxy.tasks.shortcomings, credentials.shortcomings]
+        for watched in (SlowClients(proxy.now), HeldLoop()):
+            proxy.observers.add(watched)
+            proxy.observers.show(PROBLEMS, watched.samples)
+            wrong.append(watched.shortcomings)
         readiness = ReadinessCheck(
             proxy.admission, states, proxy.now, credentials.why_no_key, wrong
         )

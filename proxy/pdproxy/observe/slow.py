@@ -42,7 +42,8 @@ CLIENTS = Cause(
     "slow clients",
     "many clients read their answers too slowly, in one process",
 )
-CAUSES = (PREFILL, LINK, QUEUE, FULL, CLIENTS)
+LOOP = Cause("loop_held", "event loop held", "the event loop of a process is late too often")
+CAUSES = (PREFILL, LINK, QUEUE, FULL, CLIENTS, LOOP)
 PROBLEMS = gauge(
     "pdproxy_problems",
     "problems",
