@@ -21,7 +21,7 @@ from tests.fakes.admin import admin
 from tests.fakes.client import Client, exchange, request
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import FakeEngine, Reply
-from tests.fakes.world import COMPLETIONS, World, completion, until, world
+from tests.fakes.world import COMPLETIONS, PROMPT, World, completion, until, world
 from tests.proxy.test_kv_faults import id_of
 from tests.proxy.test_slow_readers import EVENT
 
@@ -269,4 +269,32 @@ async def test_an_event_loop_that_is_held() -> None:
         loop.beats(heartbeat, lambda number: 0.06 if number % 150 == 0 else 0.0)
         assert await named(w) == {"loop_held": 1}
         loop.beats(heartbeat, lambda number: 0.06 if number % 300 == 0 else 0.0)
+        assert await named(w) == {}
+
+
+async def test_a_decode_engine_that_computes_prompts_again() -> None:
+    """Its answers are right: only its own counters show it."""
+    async with world(decode=2) as w:
+        bad, good = w.decode
+
+        async def served(name: str) -> None:
+            for number in range(4):
+                await w.ask(COMPLETIONS, completion(prompt=f"{name} {number} {PROMPT}"))
+            await w.quiet()
+            for _ in range(3):
+                await w.probe()
+
+        await w.probe()
+        await served("all load")
+        assert await named(w) == {}
+        bad.moves_kv = False
+        await served("one does not")
+        assert await named(w) == {"recomputed": 1}
+        assert (await details(w))[0].startswith(f"decode {bad.url}: prompts computed again: ")
+        assert "prompts computed again" in await shown_of(w, bad.url)
+        assert await shown_of(w, good.url) == ""
+        bad.moves_kv = True
+        bad.started += 1
+        for _ in range(3):
+            await w.probe()
         assert await named(w) == {}

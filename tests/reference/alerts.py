@@ -344,7 +344,7 @@ KV = (
         .over(_OF.rate(KV_MOVED).sum("instance"))
         .above(0.01),
         "5m",
-        "pdproxy {instance}: decode engines compute again what they get as KV",
+        f"pdproxy {{instance}}: {slow.RECOMPUTED.words}",
         "{value} of the prompt tokens never arrived by KV transfer. Clients get right answers, and "
         "late. GET /ready names the engine.",
     ),

@@ -17,7 +17,7 @@ from typing import TypeVar
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.observe.description import Samples
-from pdproxy.observe.slow import FULL, LINK, PREFILL, QUEUE, Cause
+from pdproxy.observe.slow import FULL, LINK, PREFILL, QUEUE, RECOMPUTED, Cause
 from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.upstream.metrics_page import Scrape
 
@@ -161,7 +161,9 @@ class SlowEngines:
         at = self._now()
         self._before, self._named = self._named, set()
         found: dict[str, list[tuple[Cause, str]]] = {}
-        causes = chain(self._slow_prefills(at), self._slow_links(at), self._long_queues())
+        causes = chain(
+            self._slow_prefills(at), self._slow_links(at), self._long_queues(), self._recomputing()
+        )
         for cause, url, text in causes:
             found.setdefault(url, []).append((cause, f"{cause.words}: {text}"))
         return found
@@ -180,7 +182,7 @@ class SlowEngines:
 
     def samples(self) -> Samples:
         """Return how many problems of each cause there are."""
-        counts = dict.fromkeys((PREFILL, LINK, QUEUE, FULL), 0)
+        counts = dict.fromkeys((PREFILL, LINK, QUEUE, FULL, RECOMPUTED), 0)
         for causes in self.found().values():
             for cause, _ in causes:
                 counts[cause] += 1
@@ -249,6 +251,17 @@ class SlowEngines:
                 yield FULL, url, f"{text} ({queue.length:.0f})"
             else:
                 yield QUEUE, url, f"requests wait there for a place ({queue.length:.0f})"
+
+    def _recomputing(self) -> Iterator[tuple[Cause, str, str]]:
+        """Yield the decode engines that did not get KV that they were sent, as the audit counts."""
+        for url, engine in self._engines.items():
+            if (account := engine.audit.account) is not None and account.missing:
+                text = (
+                    f"{account.missing} of {account.settled} prompt tokens never arrived by KV "
+                    f"transfer since its start (is its --kv-transfer-config right, can it reach "
+                    f"the prefill engine's side channel?)"
+                )
+                yield RECOMPUTED, url, text
 
 
 _K = TypeVar("_K")

@@ -43,11 +43,17 @@ CLIENTS = Cause(
     "many clients read their answers too slowly, in one process",
 )
 LOOP = Cause("loop_held", "event loop held", "the event loop of a process is late too often")
-CAUSES = (PREFILL, LINK, QUEUE, FULL, CLIENTS, LOOP)
+RECOMPUTED = Cause(
+    "recomputed",
+    "prompts computed again",
+    "a decode engine did not get KV that it was sent, since its start",
+)
+CAUSES = (PREFILL, LINK, QUEUE, FULL, CLIENTS, LOOP, RECOMPUTED)
 PROBLEMS = gauge(
     "pdproxy_problems",
     "problems",
-    "How many problems /ready names that make requests slow, by their cause",
+    "How many problems /ready names that make requests slow, by their cause; of several workers, "
+    "the most that one names",
     Label("cause", tuple((one.name, one.meaning) for one in CAUSES)),
-    workers=MergeRule.SUM,
+    workers=MergeRule.MOST,
 )
