@@ -109,7 +109,7 @@ async def test_a_decode_engine_that_loads_nothing(ask: str, event: bool) -> None
         await several_asked(w, ask)
         assert legs(bad) == before
         assert (
-            f"decode {bad.url}: the KV of 3 prompts in a row could not be loaded there"
+            f"decode {bad.url}: KV does not move: the KV of 3 prompts in a row could not be loaded"
             in await details(w)
         )
         engine = w.proxy.engines[bad.url].in_ledger
@@ -143,7 +143,7 @@ async def test_a_prefill_engine_from_which_nobody_loads(ask: str) -> None:
         before = len(bad.requests)
         await several_asked(w, ask)
         assert len(bad.requests) == before
-        assert f"prefill {bad.url}: no decode engine could load the KV" in await details(w)
+        assert f"prefill {bad.url}: KV does not move: no decode engine could" in await details(w)
         assert w.proxy.engines[bad.url].in_ledger.state(clock.now()) == "kv_failing"
         assert all(
             w.proxy.engines[engine.url].in_ledger.state(clock.now()) == "up" for engine in w.decode
@@ -157,7 +157,7 @@ async def test_a_link_between_two_that_work_with_others(ask: str) -> None:
         d.default = loads_nothing(lambda ident: ident == id_of(p))
         await several_asked(w, ask)
         assert faults(w) == {(p.url, d.url)}
-        assert f"prefill {p.url} and decode {d.url}: the KV of 3 prompts" in await details(w)
+        assert f"prefill {p.url} and decode {d.url}: KV does not move: " in await details(w)
         assert all(
             w.proxy.engines[engine.url].in_ledger.state(clock.now()) == "up" for engine in w.engines
         )

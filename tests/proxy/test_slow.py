@@ -22,7 +22,7 @@ from tests.fakes.client import Client, exchange, request
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.world import COMPLETIONS, PROMPT, World, completion, until, world
-from tests.proxy.test_kv_faults import id_of
+from tests.proxy.test_kv_faults import id_of, loads_nothing
 from tests.proxy.test_slow_readers import EVENT
 
 ROUNDS = 16
@@ -297,4 +297,23 @@ async def test_a_decode_engine_that_computes_prompts_again() -> None:
         bad.started += 1
         for _ in range(3):
             await w.probe()
+        assert await named(w) == {}
+
+
+async def test_a_decode_engine_whose_loads_all_fail() -> None:
+    """Each of its prompts is answered by others."""
+    clock = ManualClock()
+    async with world(2, 2, clock=clock) as w:
+        bad, good = w.decode
+        await asked(w)
+        assert await named(w) == {}
+        bad.default = loads_nothing()
+        await asked(w)
+        assert await named(w) == {"kv_does_not_move": 1}
+        assert (await details(w))[0].startswith(f"decode {bad.url}: KV does not move: ")
+        assert "KV does not move" in await shown_of(w, bad.url)
+        assert await shown_of(w, good.url) == ""
+        bad.default = good.default
+        await clock.advance(11)
+        await asked(w)
         assert await named(w) == {}

@@ -331,7 +331,7 @@ KV = (
         Severity.WARNING,
         _OF.now(TRANSFER_FAULTS).above(0),
         "1m",
-        "pdproxy {instance}: KV does not move ({kind})",
+        f"pdproxy {{instance}}: {slow.MOVES_NOT.words} ({{kind}})",
         "prefill: no decode engine can load a prefill engine's KV. decode: a decode engine can "
         "load no KV. link: KV does not get from one to the other. No prompt is split there. GET "
         "/ready names the engines.",

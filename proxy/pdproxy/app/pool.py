@@ -40,7 +40,7 @@ from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.slow_engines import SlowEngines
 from pdproxy.fleet.transfers import Transfers
 from pdproxy.observe.prompt_shares import PROMPT_TOKENS, PromptShares
-from pdproxy.observe.slow import PROBLEMS
+from pdproxy.observe.slow import MOVES_NOT, PROBLEMS
 from pdproxy.scheduling.decisions import Decisions
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.prefix.knowledge import FedIndex
@@ -238,6 +238,7 @@ class PoolParts:
         slow = SlowEngines(engines, now)
         engines.watch(slow)
         observers.show(PROBLEMS, slow.samples)
+        observers.show(PROBLEMS, lambda: [((MOVES_NOT.name,), len(ledger.transfers.faults))])
         if probing is not None:
             probing.scraped.slow = slow
         local = LocalScheduler(

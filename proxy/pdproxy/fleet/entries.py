@@ -21,6 +21,7 @@ from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.slow_engines import SlowEngines
 from pdproxy.kit.text import truncate
 from pdproxy.observe.prompt_shares import PoolPrompts, PromptShares
+from pdproxy.observe.slow import MOVES_NOT
 from pdproxy.scheduling.compatibility import may_share
 from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.settings.engines import engine_url
@@ -322,7 +323,7 @@ def _why(engine: LedgerEngine, now: float) -> str | None:
     if engine.half_open(now):
         return "gets one request at a time until one shows that it serves again"
     faults = [] if engine.transfers is None else engine.transfers.of(engine.url)
-    return "; ".join(fault.tells(now) for fault in faults) or None
+    return "; ".join(f"{MOVES_NOT.words}: {fault.tells(now)}" for fault in faults) or None
 
 
 def _pairs(engine: LedgerEngine, ledger_engines: Sequence[LedgerEngine], shown: int) -> EnginePairs:

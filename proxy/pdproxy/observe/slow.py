@@ -48,7 +48,12 @@ RECOMPUTED = Cause(
     "prompts computed again",
     "a decode engine did not get KV that it was sent, since its start",
 )
-CAUSES = (PREFILL, LINK, QUEUE, FULL, CLIENTS, LOOP, RECOMPUTED)
+MOVES_NOT = Cause(
+    "kv_does_not_move",
+    "KV does not move",
+    "KV does not get from or to an engine, or from one to another: prompts are computed whole",
+)
+CAUSES = (PREFILL, LINK, QUEUE, FULL, CLIENTS, LOOP, RECOMPUTED, MOVES_NOT)
 PROBLEMS = gauge(
     "pdproxy_problems",
     "problems",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from pdproxy.observe.slow import MOVES_NOT
 from pdproxy.scheduling.compatibility import may_share, prefill_and_decode
 from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.scheduling.transfer_faults import TransferFault
@@ -148,7 +149,7 @@ def not_moving(faults: Iterable[TransferFault], now: float) -> list[str]:
             for role, url in (("prefill", fault.prefill), ("decode", fault.decode))
             if url
         ]
-        found.append(f"{' and '.join(roles)}: {fault.tells(now)}")
+        found.append(f"{' and '.join(roles)}: {MOVES_NOT.words}: {fault.tells(now)}")
     return found
 
 
