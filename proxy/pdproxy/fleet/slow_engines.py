@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
@@ -40,28 +40,25 @@ STAYS = 2 / 3
 """What is named stays so above this part of its bound."""
 
 
-@dataclass(slots=True)
-class _Sums:
+class _Sums(NamedTuple):
     """How many legs, their seconds, and the bytes of their prompts."""
 
-    count: int = 0
+    legs: int = 0
     seconds: float = 0.0
     size: int = 0
 
     @property
     def mean(self) -> float:
         """Seconds of a leg."""
-        return self.seconds / self.count
+        return self.seconds / self.legs
 
     @property
     def pace(self) -> float:
         """Seconds of a byte."""
         return self.seconds / self.size
 
-    def add(self, count: int, seconds: float, size: int) -> None:
-        self.count += count
-        self.seconds += seconds
-        self.size += size
+
+_NONE = _Sums()
 
 
 @dataclass(slots=True)
@@ -69,21 +66,24 @@ class _Recent:
     """The sums of the present half of the window, and of the one before."""
 
     half: int = 0
-    now: _Sums = field(default_factory=_Sums)
-    before: _Sums = field(default_factory=_Sums)
+    now: _Sums = _NONE
+    before: _Sums = _NONE
 
-    def turn(self, at: float) -> None:
-        half = int(2 * at / WINDOW)
+    def turn(self, half: int) -> None:
+        """Begin another half, if it is over."""
         if half > self.half:
-            self.before = self.now if half == self.half + 1 else _Sums()
-            self.now, self.half = _Sums(), half
+            self.before = self.now if half == self.half + 1 else _NONE
+            self.now, self.half = _NONE, half
 
-    def all(self, at: float) -> _Sums:
-        self.turn(at)
-        found = _Sums()
-        for part in (self.before, self.now):
-            found.add(part.count, part.seconds, part.size)
-        return found
+    def add(self, at: float, seconds: float, size: int = 0) -> None:
+        """Add a leg."""
+        self.turn(_half(at))
+        now = self.now
+        self.now = _Sums(now.legs + 1, now.seconds + seconds, now.size + size)
+
+
+def _half(at: float) -> int:
+    return int(2 * at / WINDOW)
 
 
 @dataclass(slots=True)
@@ -135,18 +135,14 @@ class SlowEngines:
     def prefilled(self, url: str, at: float, seconds: float, prompt_bytes: int) -> None:
         """Count a prompt that a prefill engine has computed, in so many seconds with its queue."""
         if url in self._engines:
-            recent = self._prefills.setdefault(url, _Recent())
-            recent.turn(at)
-            recent.now.add(1, seconds, prompt_bytes)
+            self._prefills.setdefault(url, _Recent()).add(at, seconds, prompt_bytes)
 
     def kv_took(self, prefill: str, decode: str, at: float, seconds: float) -> None:
         """Count the seconds from asking a decode engine to its first data for a prompt whose KV it
         loads from a prefill engine.
         """
         if prefill in self._engines and decode in self._engines:
-            recent = self._pairs.setdefault((prefill, decode), _Recent())
-            recent.turn(at)
-            recent.now.add(1, seconds, 0)
+            self._pairs.setdefault((prefill, decode), _Recent()).add(at, seconds)
 
     def scraped(self, engine: Engine, metrics: Scrape) -> None:
         """Take what an engine has just reported."""
@@ -219,16 +215,18 @@ class SlowEngines:
         """Yield the decode engines that wait for KV, a sentence each. Where requests wait for a
         place, the time is that of the queue.
         """
-        sums = dict(_known(self._pairs, at))
-        fastest = min((one.mean for one in sums.values()), default=0.0)
+        means = [(one.mean, pair) for pair, one in _known(self._pairs, at)]
+        fastest = min(means, key=lambda one: one[0])[0] if means else 0.0
         bound = min(LINK_ALWAYS, max(LINK_SECONDS, TIMES * fastest))
         slow: dict[str, list[tuple[float, str]]] = {}
-        for (prefill, decode), one in sums.items():
+        for mean, (prefill, decode) in means:
+            if mean <= STAYS * bound:
+                continue  # most are: there may be 10,000 pairs
             queue = self._queues.get(decode)
             if queue is None or queue.seen > at - WINDOW:
                 continue
-            if self._is_named(LINK, f"{prefill} {decode}", (one.mean, bound)):
-                slow.setdefault(decode, []).append((one.mean, prefill))
+            if self._is_named(LINK, f"{prefill} {decode}", (mean, bound)):
+                slow.setdefault(decode, []).append((mean, prefill))
         for decode, links in slow.items():
             mean, prefill = max(links)
             others = f" and {len(links) - 1} more" if len(links) > 1 else ""
@@ -269,6 +267,9 @@ _K = TypeVar("_K")
 
 def _known(recents: Mapping[_K, _Recent], at: float) -> Iterator[tuple[_K, _Sums]]:
     """Yield the sums of those that have enough legs."""
+    half = _half(at)
     for key, recent in recents.items():
-        if (sums := recent.all(at)).count >= FEW:
-            yield key, sums
+        recent.turn(half)
+        now, before = recent.now, recent.before
+        if now[0] + before[0] >= FEW:
+            yield key, _Sums(now[0] + before[0], now[1] + before[1], now[2] + before[2])
