@@ -212,8 +212,8 @@ async def test_a_new_user_sees_a_verdict_and_each_key_does_what_it_says() -> Non
         if "was killed" not in demo.text:  # a busy machine: an engine has answered a probe late
             await asyncio.sleep(10)
             demo.type(b"k")
-        # What it had under way is served elsewhere, and nothing fails. On a busy machine it may have
-        # had nothing, and another engine may seem to be gone as well.
+        # What it had under way is served elsewhere, and nothing fails. On a busy machine it may
+        # have had nothing, and another engine may seem to be gone as well.
         busy = "this machine is busy" in demo.text
         moved = r"([1-9]\d*\s+streams|0\s+streams\s+went\s+on\s+elsewhere,\s+[1-9])"
         await demo.until(
