@@ -217,7 +217,7 @@ async def test_a_new_user_sees_a_verdict_and_each_key_does_what_it_says() -> Non
         busy = "this machine is busy" in demo.text
         moved = r"([1-9]\d*\s+streams|0\s+streams\s+went\s+on\s+elsewhere,\s+[1-9])"
         await demo.until(
-            r"plain\s+3\.\s+\d+\s+requests\s+failed\.\s+Split:\s+"
+            r"plain\s+3\.\s+\d+\s+requests\s+failed(\s+\([^)]+\))?\.\s+Split:\s+"
             + (r"\d+\s+streams" if busy else moved),
             STEP,
         )
@@ -236,7 +236,7 @@ async def test_a_new_user_sees_a_verdict_and_each_key_does_what_it_says() -> Non
         demo.type(b"q")
         assert await demo.ended() == 0
     assert re.findall(r"(\d+) failed", demo.text)
-    if "this machine is busy" not in demo.text:
+    if not re.search(r"this machine is busy|was\s+alone\s+there", demo.text):
         assert set(re.findall(r"(\d+) failed", demo.text)) == {"0"}
     assert "Traceback" not in demo.text
     assert demo.seen.rfind(SHOW_CURSOR) > demo.seen.rfind(HIDE_CURSOR)

@@ -11,12 +11,13 @@ from pdproxy_lab.demo.figures import Recovery
 @dataclass(frozen=True, slots=True)
 class Seen:
     """One fleet: what its proxy has done, how many of its requests failed, the URL of the engine
-    that the key was about.
+    that the key was about. `guarded`: see `Scores`.
     """
 
     recovery: Recovery
     failed: int
     url: str
+    guarded: int = 0
 
 
 def reaction(pressed: Pressed, before: tuple[Seen, Seen], now: tuple[Seen, Seen]) -> str:
@@ -27,7 +28,11 @@ def reaction(pressed: Pressed, before: tuple[Seen, Seen], now: tuple[Seen, Seen]
             done = "; ".join(
                 _done(*fleet) for fleet in zip(("Split", "plain"), before, now, strict=True)
             )
-            return f"{pressed.text} {failed} requests failed. {done}."
+            guarded = sum(
+                other.guarded - one.guarded for one, other in zip(before, now, strict=True)
+            )
+            why = f" ({guarded} was alone there: it may be why, and there is one engine left)"
+            return f"{pressed.text} {failed} requests failed{why if guarded else ''}. {done}."
         case "slow":
             return f"{pressed.text} {_excluded(before, now)}"
         case "way":

@@ -342,14 +342,19 @@ class Comparison:
     def _seen(self) -> tuple[Seen, Seen]:
         number = self._controls.chosen
         split, plain = (
-            Seen(figures.recovery, scores.failures.total(), figures.engines[number].place.url)
+            Seen(
+                figures.recovery,
+                scores.failures.total(),
+                figures.engines[number].place.url,
+                scores.guarded,
+            )
             for figures, scores in zip(self._figures, self._scores, strict=True)
         )
         return split, plain
 
     def _told(self) -> str:
         if self._news is None:
-            return "Try k: the chosen engine is killed in both fleets, and no request fails."
+            return "Try k: the chosen engine is killed in both fleets, and others take its streams."
         pressed, before = self._news
         return reaction(pressed, before, self._seen())
 

@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pdproxy.kit.errors import RefusalReason
 from pdproxy_lab.bench.outcome import Outcome
 from pdproxy_lab.bench.slo import BenchSlo
 
@@ -49,6 +50,10 @@ class Scores:
         self.answered = 0
         self.failures: Counter[str] = Counter()
         """Failed requests by kind, since the start."""
+        self.guarded = 0
+        """How many of these got 503 since they may have ended an engine, and only one of its role
+        was left.
+        """
         self.curve: deque[Score] = deque(maxlen=POINTS)
         self._speed = speed
         self._begun: float | None = None
@@ -59,6 +64,7 @@ class Scores:
         self._begun = at if self._begun is None else self._begun
         if outcome.error is not None:
             self.failures[outcome.error] += 1
+            self.guarded += RefusalReason.ENGINES_LOST.value in outcome.text
         else:
             self.answered += 1
         self._recent.append((at, self._in_engine_time(outcome)))
