@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -24,9 +25,12 @@ from tests.proxy.kv_events import ANY, facts
 
 
 class Known:
-    """A world, its engines, and what its proxy knows of their caches."""
+    """A world, its engines, and what its proxy knows of their caches. `ttl`: seconds for which it
+    believes what it has only sent, 0: longer than a test takes.
+    """
 
-    def __init__(self, world: World, sims: Sequence[SimServer]) -> None:
+    def __init__(self, world: World, sims: Sequence[SimServer], ttl: float = 0.0) -> None:
+        self.ttl = ttl
         self.world = world
         self.sims = list(sims)
 
@@ -72,8 +76,9 @@ class Known:
 
     async def settled(self) -> None:
         """Wait until all events that engines have sent are in the index: those of a step are sent
-        before its tokens.
+        before its tokens. And until what was only sent is believed no more.
         """
+        await asyncio.sleep(2 * self.ttl)  # it is held for less than twice as long
         await until(lambda: all(map(self._has_all, self.world.workers)))
 
     def _has_all(self, worker: Proxy) -> bool:
@@ -142,7 +147,8 @@ async def knowing(
                         or world.metric(replays, result="complete") >= count
                     )
                 )
-            yield Known(world, sims)
+            ttl = (prefixes or {}).get("ttl", 0.0)
+            yield Known(world, sims, ttl if ttl < 1 else 0.0)
 
 
 @asynccontextmanager
