@@ -62,11 +62,14 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_notifier.py::test_a_notice_proves_ids_as_an_answer_does": EACH,
         "test_notifier.py::test_notices_for_a_proxy_that_is_gone": INSIDE,
         "test_notifier.py::test_the_decode_engine_is_asked_before_the_prefills_answer": INSIDE,
+        "test_operation.py::test_a_balancer_keeps_a_proxy_whose_engines_load": INSIDE,
         "test_operator_routes.py::test_keys_that_are_guessed_at_health_checks_are_counted": EACH,
         "test_operator_routes.py::test_who_sees_it_follows_the_settings": INSIDE,
         "test_other_routes.py::test_bodies_of_all_routes_share_one_bound": DIVIDED,
         "test_placement.py": INSIDE,
         "test_prefixes.py::test_a_prefill_engine_is_asked_to_report_and_may_refuse": EACH,
+        "test_realtime.py::test_bodies_of_all_clients_share_their_space": DIVIDED,
+        "test_realtime.py::test_one_without_an_engine_makes_room": DIVIDED,
         "test_registered.py::test_a_decode_engine_that_waits_for_a_writer_that_failed": INSIDE,
         (
             "test_requests_at_fault.py::"
