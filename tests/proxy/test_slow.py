@@ -6,6 +6,7 @@ metric behind the alert name the one that is there, and no other.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -172,8 +173,9 @@ async def test_a_queue_at_the_decode_engine() -> None:
         await w.probe()
         await w.probe()
         assert await named(w) == {"decode_queue": 1}
-        await w.probe()
-        assert await named(w) == {}
+        async with asyncio.timeout(60):
+            while await named(w):  # the first report may be of the step before
+                await w.probe()
 
 
 async def test_full_kv_at_the_decode_engine() -> None:
