@@ -63,7 +63,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from pdproxy.fleet.sources import SourceAnswer
+from pdproxy.fleet.sources import FoundEngine, SourceAnswer
 from pdproxy.settings.schema import Settings
 from pdproxy.settings.toys import Toys
 
@@ -85,7 +85,7 @@ class ToySource:
             else:
                 if lines == ["broken"]:
                     raise ValueError("broken")
-                answered(SourceAnswer([f"http://{line}" for line in lines]))
+                answered(SourceAnswer([FoundEngine(f"http://{line}") for line in lines]))
             await asyncio.sleep(self._toys.interval)
 '''
 SCRIPT = '''
@@ -221,10 +221,12 @@ def test_a_section_a_field_and_a_module_are_a_source(tmp_path: Path) -> None:
     (copy / "settings" / "toys.py").write_text(SECTION)
     (copy / "fleet" / "toys_source.py").write_text(SOURCE)
     schema = copy / "settings" / "schema.py"
-    before, dns, after = schema.read_text().partition("    dns: Dns = Dns()\n")
+    before, last, after = schema.read_text().partition(
+        "    kubernetes: Kubernetes = Kubernetes()\n"
+    )
     future = "from __future__ import annotations\n"
     before = before.replace(future, f"{future}\nfrom pdproxy.settings.toys import Toys\n")
-    schema.write_text(f"{before}{dns}{FIELD}{after}")
+    schema.write_text(f"{before}{last}{FIELD}{after}")
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(room)],
         env={

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from pdproxy.fleet import membership, sources
+from pdproxy.fleet import membership
 from pdproxy.fleet.dns_source import DnsSource
 from pdproxy.fleet.sources import FoundEngines
 from pdproxy.observe.events import DeadlinePassed
@@ -238,7 +238,7 @@ async def test_engines_that_can_not_be_added(w: World, names: Names, source: Fol
 async def test_both_families_together_have_a_bound(
     w: World, names: Names, source: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "MAX_ENGINES", 2)
+    monkeypatch.setattr(Dns, "most", 2)
     names.are("10.0.0.1", "10.0.0.2", six=DnsRecords((("fd00::1", None),), 9))
     await source.look()
     assert not w.members.members

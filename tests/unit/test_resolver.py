@@ -9,7 +9,6 @@ import pytest
 from pdproxy.settings.dns import Dns, DnsName, dns_name, server_of
 from pdproxy.settings.errors import Mistakes, SettingsError
 from pdproxy.settings.schema import source_kind
-from pdproxy.settings.sources import MAX_ENGINES
 from pdproxy.upstream.resolver import DnsRecords, LookupFailedError, Resolver
 from tests.fakes.name_server import NameServer, name_server
 
@@ -89,12 +88,12 @@ async def test_a_server_that_fails(server: NameServer, fault: str, why: str) -> 
 
 
 async def test_a_long_answer_comes_over_tcp_and_has_a_bound(server: NameServer) -> None:
-    texts = [f"10.0.{n // 250}.{n % 250 + 1}" for n in range(MAX_ENGINES)]
+    texts = [f"10.0.{n // 250}.{n % 250 + 1}" for n in range(Dns.most)]
     server.records = {("engines.example", "A"): (30, texts)}
     server.fault = "truncated"
     found = (await resolver(server).look_up(ENGINES))["A"]
     assert isinstance(found, DnsRecords)
-    assert len(found.places) == MAX_ENGINES
+    assert len(found.places) == Dns.most
     assert server.over_tcp
     server.records = {("engines.example", "A"): (30, [*texts, "10.9.9.9"])}
     assert str((await resolver(server).look_up(ENGINES))["A"]) == "names 257 engines: 256 at most"

@@ -41,8 +41,7 @@ from pdproxy.app.signals import Ending, Hangups
 from pdproxy.kit.frames import frames
 from pdproxy.observe.logs import Log, set_level
 from pdproxy.settings.listen import UNIX
-from pdproxy.settings.schema import Settings
-from pdproxy.settings.sources import MAX_ENGINES
+from pdproxy.settings.schema import Settings, source_section
 from pdproxy.web.app import create_app
 
 logger = logging.getLogger("pdproxy")
@@ -121,7 +120,9 @@ def _other_files(settings: Settings) -> int:
     # as many again are refused at a time
     admin = 2 * MAX_CONNECTIONS if settings.listen.admin is not None else 0
     engines = sum(
-        len(pool.fixed_nodes) + MAX_ENGINES * len(pool.source_nodes) for pool in settings.pools
+        1 if (section := source_section(node.url)) is None else section.most
+        for pool in settings.pools
+        for node in pool.nodes
     )
     return OTHER_FILES + admin + 2 * engines  # probes of each engine, and one more connection
 

@@ -236,7 +236,7 @@ class Sources:
             answers,
             lambda: [((one.name, how), one.counts[how]) for one in found() for how, _ in RESULTS],
         )
-        show(engines, lambda: [((one.name,), len(one.urls)) for one in found()])
+        show(engines, lambda: [((one.name,), one.count) for one in found()])
         show(age, ages)
 
 

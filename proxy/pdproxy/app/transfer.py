@@ -19,7 +19,7 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.dispatch.resources import KvTransfer
 from pdproxy.serving.kv.open_turns import OpenTurns, TurnKeeper
 from pdproxy.serving.kv.ready import ReadyWaits
-from pdproxy.settings.engines import ConfiguredEngine
+from pdproxy.settings.engines import BY_LABEL, ConfiguredEngine
 from pdproxy.settings.kv import LMCache
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
@@ -51,7 +51,7 @@ def build_transfer(
     if (
         order is None
         and contract.holder.decode_waits
-        and any(engine.role == "any" for engine in pool.nodes)
+        and any(engine.role in ("any", BY_LABEL) for engine in pool.nodes)
     ):
         # Two engines that are full of blocks which wait for the other one's KV would have none to
         # make that KV in.

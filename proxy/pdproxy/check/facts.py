@@ -13,7 +13,7 @@ import msgspec
 
 from pdproxy.check.metrics import EngineMetrics
 from pdproxy.scheduling.ledger_engine import Evidence
-from pdproxy.settings.engines import Role
+from pdproxy.settings.engines import NodeRole
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.detect import DetectedContract, Undecided
 
@@ -101,7 +101,7 @@ class EngineFacts(msgspec.Struct, kw_only=True):
     """One engine. With `trouble` set, what follows it may be missing."""
 
     url: str
-    role: Role
+    role: NodeRole
     sources: frozenset[str] = frozenset()
     """URLs of the prefill engines whose KV it takes; empty: all of them."""
     trouble: Trouble | None = None
@@ -249,7 +249,7 @@ class CheckFacts(msgspec.Struct, kw_only=True):
     """With connector `auto`: the one that the engines show. None: the settings name one."""
     timeout: float = 10.0
 
-    def by_role(self, *roles: Role) -> list[EngineFacts]:
+    def by_role(self, *roles: NodeRole) -> list[EngineFacts]:
         """Return the engines of these roles that could be asked. One for any role has all of
         them.
         """

@@ -36,7 +36,12 @@ def add_settings_options(parser: argparse.ArgumentParser) -> None:
     )
     for role, words in ENGINES.items():
         engines.add_argument(
-            f"--{role}", metavar="URL", nargs="+", action="extend", default=[], help=words
+            f"--{role.replace('_', '-')}",
+            metavar="URL",
+            nargs="+",
+            action="extend",
+            default=[],
+            help=words,
         )
     engines.add_argument(
         "--stage-config",

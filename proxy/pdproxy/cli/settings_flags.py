@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from pdproxy.settings.engines import Role
+from pdproxy.settings.engines import NodeRole
 from pdproxy.settings.kv import ReceiverSettings
 from pdproxy.settings.load import POOL
 from pdproxy.settings.pools import Pool
@@ -43,7 +43,7 @@ class FlagGroup(NamedTuple):
     receivers: bool = False
 
 
-ENGINES: dict[Role, str] = {
+ENGINES: dict[NodeRole, str] = {
     "encode": "engines that encode pictures, sounds and videos for others: as for --prefill",
     "prefill": "engines that compute prompts: http://HOST:PORT, https://HOST:PORT or HOST:PORT "
     "(http); " + "; ".join(section.forms for section in SOURCES.values()),
@@ -52,6 +52,7 @@ ENGINES: dict[Role, str] = {
     "any": (
         "engines that do all of this, each for some requests (kv_role kv_both): as for --prefill"
     ),
+    "by_label": "pods whose label says their role: pods://NAMESPACE:PORT/LABEL_SELECTOR",
 }
 
 

@@ -10,7 +10,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from pdproxy.fleet.sources import SourceAnswer
+from pdproxy.fleet.sources import FoundEngine, SourceAnswer
 from pdproxy.kit.errors import Wait
 from pdproxy.settings.dns import Dns, DnsName, dns_name
 from pdproxy.settings.schema import Settings
@@ -78,9 +78,10 @@ class DnsSource:
         for kind, one in records.items():
             self._take(kind, one.places)
         urls = [self._name.engine(*place) for places in self._known.values() for place in places]
+        engines = [FoundEngine(url) for url in dict.fromkeys(urls)]
         ttl = min(one.ttl for one in records.values())
         pause = min(max(ttl, self._dns.min_ttl), self._dns.max_ttl)
-        return SourceAnswer(urls, wrong, passed), jittered(pause, self._chance)
+        return SourceAnswer(engines, wrong, passed), jittered(pause, self._chance)
 
     def _take(self, kind: str, places: Sequence[Place]) -> None:
         known = self._known.setdefault(kind, {})

@@ -24,6 +24,7 @@ from pdproxy.observe.events import DeadlinePassed, MemberChanged, NodeChanged, O
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import LedgerEngine
 from pdproxy.settings.engines import ConfiguredEngine
+from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.limits import Deadlines
 
 logger = logging.getLogger("pdproxy.fleet")
@@ -333,6 +334,17 @@ class Membership:
         for url, member in list(self._members.items()):
             if url not in by_url and member.is_wanted_by(source):
                 self.remove(url, source)
+
+    def unusable(self, engines: Iterable[ConfiguredEngine]) -> dict[str, str]:
+        """Return those of some engines that can't work in this pool, each with the reason."""
+        found: dict[str, str] = {}
+        for engine in engines:
+            if engine.url not in self._members:
+                try:
+                    self._setup.checked(engine)
+                except SettingsError as error:
+                    found[engine.url] = str(error)
+        return found
 
     def _replace(self, member: Member, engine: ConfiguredEngine) -> None:
         """Make an engine anew, with other settings. If that fails, it is as it was.

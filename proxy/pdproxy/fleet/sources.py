@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Protocol
 
@@ -23,24 +23,45 @@ from pdproxy.fleet.membership import Membership
 from pdproxy.kit.errors import Wait
 from pdproxy.kit.text import truncate
 from pdproxy.observe.events import DeadlinePassed, Observers
-from pdproxy.settings.engines import ConfiguredEngine, engine_url
+from pdproxy.settings.engines import BY_LABEL, ConfiguredEngine, Role, engine_url
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.schema import Settings, source_kind
-from pdproxy.settings.sources import MAX_ENGINES
+from pdproxy.settings.kv import ReceiverSettings
+from pdproxy.settings.schema import SOURCES, Settings, source_kind
+
+
+@dataclass(frozen=True, slots=True)
+class FoundEngine:
+    """An engine that a source has found. `labels` are added to those of the settings.
+
+    `role`: what it is where the settings say `by_label`; None: it does not say, `no_role` has the
+    reason.
+
+    `ready`: one that is not ready does not join the pool, but stays if it is there already: only
+    health checks decide whether an engine is up. `identity`: another one behind the same URL is
+    another engine; "": the URL alone says which engine it is.
+    """
+
+    url: str
+    role: Role | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    ready: bool = True
+    identity: str = ""
+    no_role: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceAnswer:
-    """What a source has found. `urls`: of all its engines; None: it could not find out, and the
+    """What a source has found. `engines`: all that it knows; None: it could not find out, and the
     last answer stays in use.
 
     `problem`: what is wrong, in a few words, None if nothing is. `passed`: the deadline that has
-    ended the wait for it.
+    ended the wait for it. `left_out`: what can't be an engine, a sentence each.
     """
 
-    urls: Sequence[str] | None
+    engines: Sequence[FoundEngine] | None
     problem: str | None = None
     passed: Wait | None = None
+    left_out: Sequence[str] = ()
 
 
 class EngineSource(Protocol):
@@ -105,15 +126,27 @@ class FoundEngines:
         self._problem_since = 0.0
         self._left_out: list[str] = []
         self._is_over = False
-        self.urls: tuple[str, ...] = ()
-        """Those of the last answer."""
+        self._identities: dict[str, str] = {}
+        """By the URLs of the last answer."""
+        self._answer = SourceAnswer(())
+        """The last one with engines."""
         self.answered_at: float | None = None
         """When the last answer with engines came."""
         self.counts: Counter[str] = Counter()
         """Answers by their result, as in pdproxy_source_answers_total."""
 
     def __repr__(self) -> str:
-        return f"<FoundEngines of {self.name}: {len(self.urls)}>"
+        return f"<FoundEngines of {self.name}: {self.count}>"
+
+    @property
+    def count(self) -> int:
+        """How many engines the last answer has."""
+        return len(self._answer.engines or ())
+
+    @property
+    def left_out(self) -> int:
+        """How many of what was found can't be used."""
+        return len(self._left_out)
 
     def shortcomings(self) -> list[str]:
         """Return what is wrong with it, a sentence each."""
@@ -162,11 +195,11 @@ class FoundEngines:
         if answer.passed is not None:
             self._observers.notify(DeadlinePassed(answer.passed.value))
         wrong = answer.problem
-        if answer.urls is None:
+        if answer.engines is None:
             self.counts["failed"] += 1
         else:
-            self.urls, self.answered_at = tuple(dict.fromkeys(answer.urls)), self._now()
-            if not self.urls:
+            self._answer, self.answered_at = answer, self._now()
+            if not answer.engines:
                 wrong = wrong or "names no engine"
             wrong = self._apply() or wrong
         self._note(wrong)
@@ -175,8 +208,9 @@ class FoundEngines:
         """Have the engines of the last answer. Return why that is not possible."""
         before = self._had
         try:
-            if (count := len(self.urls)) > MAX_ENGINES:
-                raise SettingsError(f"names {count} engines: {MAX_ENGINES} at most")
+            most = SOURCES[self.kind].most
+            if self.count > most:
+                raise SettingsError(f"names {self.count} engines: {most} at most")
             had = self._have()
         except (SettingsError, MembershipError, ValueError) as error:
             self.counts["failed"] += 1
@@ -185,30 +219,76 @@ class FoundEngines:
         return None
 
     def _have(self) -> dict[str, ConfiguredEngine]:
-        """Have the engines of the last answer, and return them: all but those that others have."""
-        wanted, left_out = dict[str, ConfiguredEngine](), list[str]()
-        for url in self.urls:
-            engine, member = (
-                msgspec.structs.replace(self.template, url=url),
-                self._membership.members.get(url),
-            )
-            if not _is_usable(url):
-                left_out.append(f"{truncate(url)} can't be an engine's URL")
-            elif (pool := self._elsewhere(url)) is not None:
-                left_out.append(f"{url} is an engine of pool {pool}")
-            elif (
-                member is None
-                or member.leaves
-                or member.source == self.name
-                or member.settings == engine
-            ):
-                wanted[url] = engine
-            else:  # it must not keep the others out
-                left_out.append(f"{url} was added by {member.source}, with other settings")
+        """Have the engines of the last answer, and return them: all but those that can't be used,
+        or that others have.
+        """
+        wanted, left_out = dict[str, ConfiguredEngine](), list(self._answer.left_out)
+        for found in self._answer.engines or ():
+            if self.template.role == BY_LABEL and found.role is None:
+                left_out.append(found.no_role)
+                continue
+            engine = self._engine(found)
+            if (why := self._why_not(found, engine)) is not None:
+                left_out.append(why)
+            elif self._joins(found):
+                wanted[found.url] = engine
         are_new = self._are_new or self._had is not None
-        self._membership.apply(self.name, list(wanted.values()), are_new=are_new)
+        try:
+            self._membership.apply(self.name, list(wanted.values()), are_new=are_new)
+        except SettingsError:
+            wrong = self._membership.unusable(wanted.values())
+            if not wrong or len(wrong) == len(wanted):
+                raise
+            for url, why in wrong.items():  # these must not keep the others out
+                del wanted[url]
+                left_out.append(why)
+            self._membership.apply(self.name, list(wanted.values()), are_new=are_new)
         self._had, self._left_out = wanted, left_out
         return wanted
+
+    def _engine(self, found: FoundEngine) -> ConfiguredEngine:
+        """Return the settings of an engine that was found."""
+        template = self.template
+        labels = {**template.labels, **found.labels}
+        engine = msgspec.structs.replace(template, url=found.url, labels=labels)
+        if template.role != BY_LABEL or found.role is None:
+            return engine
+        engine = msgspec.structs.replace(engine, role=found.role)
+        # What the node's settings have for engines of one role means nothing for the others.
+        if not engine.decodes:
+            engine = msgspec.structs.replace(engine, sources=(), receiver=ReceiverSettings())
+        if engine.role != "prefill":
+            engine = msgspec.structs.replace(engine, serves_whole=False)
+        return engine
+
+    def _why_not(self, found: FoundEngine, engine: ConfiguredEngine) -> str | None:
+        """Return why an engine that was found can't be one of this source."""
+        if not _is_usable(found.url):
+            return f"{truncate(found.url)} can't be an engine's URL"
+        if (pool := self._elsewhere(found.url)) is not None:
+            return f"{found.url} is an engine of pool {pool}"
+        member = self._membership.members.get(found.url)
+        if (
+            member is None
+            or member.leaves
+            or member.source == self.name
+            or member.settings == engine
+        ):
+            return None
+        return f"{found.url} was added by {member.source}, with other settings"
+
+    def _joins(self, found: FoundEngine) -> bool:
+        """Return whether an engine is to be in the pool. One whose URL was another engine's is
+        removed first: nothing of the other one is left.
+        """
+        url, member = found.url, self._membership.members.get(found.url)
+        is_there = member is not None and member.is_wanted_by(self.name)
+        before = self._identities.get(url)
+        if is_there and before is not None and before != found.identity:
+            self._membership.remove(url, self.name, at_once=True)
+            is_there = False
+        self._identities[url] = found.identity
+        return found.ready or is_there
 
     def _note(self, wrong: str | None) -> None:
         if wrong is not None and wrong != self._problem:

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from pdproxy.settings.engines import BY_LABEL
 from pdproxy.settings.errors import KeyPath, spell_key
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
@@ -95,7 +96,7 @@ def _order(pool: Pool) -> str | None:
     if pool.dispatch is not None or pool.connector == registry.AUTO:
         return pool.dispatch
     orders = registry.entry_of(pool.connector).capabilities.orders
-    is_any = any(node.role == "any" for node in pool.nodes)
+    is_any = any(node.role in ("any", BY_LABEL) for node in pool.nodes)
     return _SEQUENTIAL if is_any and _SEQUENTIAL in orders else orders[0]
 
 

@@ -13,6 +13,7 @@ import msgspec
 from pdproxy.settings.conform import conform
 from pdproxy.settings.dns import check_replicas
 from pdproxy.settings.engines import (
+    BY_LABEL,
     USER,
     ConfiguredEngine,
     Facts,
@@ -102,14 +103,31 @@ def _spelled(url: str, path: KeyPath, found: Mistakes) -> str:
     return engine_url(url, path, where) if section is None else section.spelled(url, path, where)
 
 
-def _stand_in(node: ConfiguredEngine) -> ConfiguredEngine:
+def _stand_in(node: ConfiguredEngine, pool: Pool) -> ConfiguredEngine:
     """Return an engine that stands for all that a source will find; an engine itself, if it is
     one.
     """
+    if (section := source_section(node.url)) is None:
+        return node
+    labels = node.labels
+    if section.labels_roles:  # what it finds is compared when it is added
+        labels = {**dict.fromkeys(pool.pair_within, ""), **labels}
+    role = "decode" if node.role == BY_LABEL else node.role
+    return msgspec.structs.replace(node, url=section.stand_in(node.url), role=role, labels=labels)
+
+
+def _refuse_by_label(node: ConfiguredEngine, path: KeyPath, found: Mistakes) -> None:
     section = source_section(node.url)
-    return (
-        node if section is None else msgspec.structs.replace(node, url=section.stand_in(node.url))
-    )
+    if node.role == BY_LABEL and (section is None or not section.labels_roles):
+        able = " or ".join(
+            f"{scheme}://"
+            for section in SOURCES.values()
+            if section.labels_roles
+            for scheme in section.schemes
+        )
+        key = (*path, "role")
+        text = f"{spell_key(key)}: {BY_LABEL}: only engines of {able} have such labels"
+        found.add(key, f"{text}{found.source(key)}")
 
 
 def _checked(pool: Pool, path: KeyPath, need_engines: bool, found: Mistakes) -> Pool:
@@ -122,8 +140,9 @@ def _checked(pool: Pool, path: KeyPath, need_engines: bool, found: Mistakes) -> 
                 msgspec.structs.replace(node, url=_spelled(node.url, (*here, "url"), found))
             )
         refuse_contradictions(node, here, found, engine_scheme(node.url))
+        _refuse_by_label(node, here, found)
     if len(nodes) == len(pool.nodes):
-        stand_ins = [_stand_in(node) for node in nodes]
+        stand_ins = [_stand_in(node, pool) for node in nodes]
         check_transfer(pool, stand_ins, path, found)
         refuse_duplicates(nodes, path, found)
         nodes = [
@@ -217,6 +236,7 @@ def _checked_nodes(
         conform(msgspec.to_builtins(node), ConfiguredEngine, "", here)
         spelled.append(msgspec.structs.replace(node, url=engine_url(node.url, (*here, "url"))))
         refuse_contradictions(spelled[-1], here, found)
+        _refuse_by_label(node, here, found)
     nodes = (*others, *spelled)
     check_transfer(pool, nodes, path, found)
     _check_kv_events(pool, nodes, path, found)

@@ -27,6 +27,9 @@ from pdproxy.settings.tls import EngineTls, refuse_stray_files
 from pdproxy.wire.kv_events import address_of
 
 Role = Literal["prefill", "decode", "aggregated", "any", "encode"]
+NodeRole = Literal["prefill", "decode", "aggregated", "any", "encode", "by_label"]
+BY_LABEL: NodeRole = "by_label"
+"""In place of a role: a source says the role of each engine that it finds."""
 
 PREFIX = re.compile(r"(/(?!\.{1,2}(/|\Z))[A-Za-z0-9._~-]+)+")
 """A path before routes: of segments without escapes, none of which is `.` or `..`."""
@@ -131,11 +134,12 @@ class ConfiguredEngine(Section, frozen=True):
     proxy runs (docs/guide/operate.md).
     """
 
-    role: Role
+    role: NodeRole
     """prefill computes prompts, decode generates from them, aggregated does both. any (kv_role
     kv_both; not with every connector): each of these, for different requests at the same time.
     encode (ec_role ec_producer) encodes pictures, sounds and videos for engines of the roles
-    prefill, aggregated and any (docs/guide/encoders.md).
+    prefill, aggregated and any (docs/guide/encoders.md). by_label: a label of each pod says its
+    role (docs/guide/kubernetes.md).
     """
 
     serves_whole: bool = False
@@ -306,7 +310,7 @@ def refuse_contradictions(
         found.add(path, text)
     if node.api_key is not None and node.api_key_file is not None:
         found.add(path, f"{key}: api_key and api_key_file exclude each other: give one{where}")
-    if node.serves_whole and node.role != "prefill":
+    if node.serves_whole and node.role not in ("prefill", BY_LABEL):
         text = (
             "only a prefill engine has this setting, other roles say whether an engine serves "
             "requests whole"
@@ -351,7 +355,7 @@ def refuse_useless(roles: set[str], path: KeyPath, found: Mistakes) -> None:
         )
     if roles == {"encode"}:
         found.add(path, f"{key}: encoder engines, but no engine that could use what they encode")
-    if "prefill" in roles and roles.isdisjoint({"decode", "any"}):
+    if "prefill" in roles and roles.isdisjoint({"decode", "any", BY_LABEL}):
         found.add(
             path, f"{key}: prefill engines, but no decode engine that could take what they compute"
         )
@@ -420,7 +424,7 @@ def _of_proxy(node: ConfiguredEngine, own: str) -> Iterator[tuple[KeyPath, str]]
 class EngineFlag(NamedTuple):
     """An engine from the command line. A URL without a scheme gets `http://`."""
 
-    role: Role
+    role: NodeRole
     url: str
 
 

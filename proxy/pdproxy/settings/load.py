@@ -215,7 +215,7 @@ def load(
         engines = add_stages(pool, stage_config, engines, found)
     for role, url in engines:
         nodes = pool.setdefault("nodes", [])
-        found.read_from(("pools", 0, "nodes", len(nodes)), f" (--{role})")
+        found.read_from(("pools", 0, "nodes", len(nodes)), f" (--{role.replace('_', '-')})")
         nodes.append({"url": with_scheme(url), "role": role})
     if receivers and not found.within("pools", 0, "nodes"):
         with found.collecting("pools"):

@@ -200,8 +200,8 @@ class Pool(Section, frozen=True):
     dispatch: Dispatch | None = None
     """The order of a prompt's two legs: sequential (the prefill leg first) or concurrent (both at
     once: the decode engine waits for the KV while the prompt is prefilled). null: the connector's
-    usual order, and sequential with engines of role any: at once, two of them can wait for each
-    other's KV for ever. Most connectors can do one of them only.
+    usual order, and sequential with engines of role any or by_label: at once, two of them can wait
+    for each other's KV for ever. Most connectors can do one of them only.
     """
 
     alone: AtOnce[AloneLimit] = "always"

@@ -17,6 +17,7 @@ from pdproxy.settings.dns import Dns, ReplicaSettings
 from pdproxy.settings.engines import EngineSettings
 from pdproxy.settings.health import Continuations, Health, OutlierSettings, Probes
 from pdproxy.settings.keys import Auth, TenantSettings
+from pdproxy.settings.kubernetes import Kubernetes
 from pdproxy.settings.kv import KvReady, RegistrationSettings
 from pdproxy.settings.limits import Deadlines, Limits, MediaSettings, Overload, of_each
 from pdproxy.settings.listen import Listen, Observe
@@ -50,6 +51,7 @@ class Settings(Section, frozen=True):
     registration: RegistrationSettings = RegistrationSettings()
     probes: Probes = Probes()
     dns: Dns = Dns()
+    kubernetes: Kubernetes = Kubernetes()
     replicas: ReplicaSettings = ReplicaSettings()
     observe: Observe = Observe()
 

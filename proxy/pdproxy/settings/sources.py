@@ -16,9 +16,6 @@ from urllib.parse import urlsplit
 from pdproxy.settings.errors import KeyPath, Mistakes
 from pdproxy.settings.section import Section
 
-MAX_ENGINES = 256
-"""Engines that a source may find: more are taken for a mistake."""
-
 
 class SourceSection(Section, frozen=True):
     """The section of a kind of source."""
@@ -29,6 +26,10 @@ class SourceSection(Section, frozen=True):
     """What names the engines, for messages: `DNS`."""
     forms: ClassVar[str]
     """How its URLs look and what they stand for, for the help of the command line: a few words."""
+    most: ClassVar[int] = 256
+    """Engines that one source may find: more are taken for a mistake."""
+    labels_roles: ClassVar[bool] = False
+    """Whether what it finds may say its role (`role: by_label`), and has labels of its own."""
 
     @classmethod
     def spelled(cls, url: str, path: KeyPath, where: str = "") -> str:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from pdproxy.kit.addresses import read_address
 from pdproxy.kit.engine_networks import USUAL, EngineNetworks
 from pdproxy.settings.dns import Dns, DnsName, server_of
-from pdproxy.settings.sources import MAX_ENGINES
 
 if TYPE_CHECKING:
     from dns.asyncresolver import Resolver as _Library
@@ -102,8 +101,8 @@ class Resolver:
             elif (usable := self._usable(record.address)) is not None:
                 found.append((usable, None))
         places = tuple(sorted(set(found), key=str))
-        if len(places) > MAX_ENGINES:
-            raise LookupFailedError(f"names {len(places)} engines: {MAX_ENGINES} at most")
+        if len(places) > Dns.most:
+            raise LookupFailedError(f"names {len(places)} engines: {Dns.most} at most")
         return DnsRecords(places, float(answer.chaining_result.minimum_ttl))
 
     def _usable(self, text: str) -> str | None:

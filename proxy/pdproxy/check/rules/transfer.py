@@ -10,10 +10,10 @@ from pdproxy.check.facts import CheckFacts, EngineFacts, PairFacts
 from pdproxy.check.findings import Finding
 from pdproxy.check.rules.compatible import differing_answers
 from pdproxy.kit.addresses import is_any, is_loopback
-from pdproxy.settings.engines import Role
+from pdproxy.settings.engines import NodeRole
 
 _CONFIG = '--kv-transfer-config \'{"kv_connector":"NixlConnector","kv_role":"%s"}\''
-_ROLES: tuple[Role, ...] = ("prefill", "decode")
+_ROLES: tuple[NodeRole, ...] = ("prefill", "decode")
 _SIDE = (
     "start it with VLLM_NIXL_SIDE_CHANNEL_HOST set to one of its addresses that the decode "
     "engines can reach"
