@@ -376,7 +376,7 @@ def bomb(value: str) -> str:
             NODE % "both",
             (
                 "pools[0].nodes[0].role: expected prefill or decode or aggregated or any or "
-                'encode, got "both" '
+                'encode or by_label, got "both" '
                 "(file F)"
             ),
         ),

@@ -60,7 +60,7 @@ def test_all_mistakes_of_all_sources_at_once(tmp_path: Path) -> None:
         f"pools[0].tokenize: expected off or auto or always, got true {file}",
         (
             "pools[0].nodes[0].role: missing: expected prefill or decode or aggregated or any or "
-            f"encode {file}"
+            f"encode or by_label {file}"
         ),
         (
             'deadlines.queue: expected a number > 0 and <= 604800, got "-1" (environment '
@@ -145,8 +145,8 @@ def test_a_mistake_causes_no_others(tmp_path: Path) -> None:
     path = write(tmp_path, NODE % "decod")
     assert mistakes(path, {}, (), (EngineFlag("prefill", "b:1"),)) == [
         (
-            "pools[0].nodes[0].role: expected prefill or decode or aggregated or any or encode, "
-            f'got "decod" (did you mean decode?) (file {path})'
+            "pools[0].nodes[0].role: expected prefill or decode or aggregated or any or "
+            f'encode or by_label, got "decod" (did you mean decode?) (file {path})'
         )
     ]
 
