@@ -92,6 +92,14 @@ def pytest_runtest_makereport(call: Any) -> Generator[None, pytest.TestReport, p
     return report
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print visibly that the tests in a browser were skipped."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    if any(report.nodeid.startswith("tests/browser/") for report in skipped):
+        said = "TESTS IN A BROWSER SKIPPED: no Chromium here, see .ci/chromium"
+        terminalreporter.write_sep("!", said, red=True, bold=True)
+
+
 @pytest.fixture(autouse=True)
 def _logs_as_they_were() -> Iterator[None]:
     """Commands send log lines to a standard error that is gone after the test."""

@@ -1,1 +1,1 @@
-"""The page of the admin listener in a real browser: Debian's Chromium (`.ci/full page`)."""
+"""The page of the admin listener in a real browser: Chromium."""

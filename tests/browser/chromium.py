@@ -9,9 +9,12 @@ import itertools
 import json
 import os
 import shutil
+import subprocess
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 from websockets.asyncio.client import ClientConnection, connect
@@ -34,11 +37,13 @@ _FLAGS = (
 )
 
 
-def program() -> str:
-    """The browser's path: PDPROXY_TEST_CHROMIUM, or `chromium` on PATH."""
-    found = os.environ.get("PDPROXY_TEST_CHROMIUM") or shutil.which("chromium")
-    assert found, "no Chromium here: apt-get install chromium, or name it in PDPROXY_TEST_CHROMIUM"
-    return found
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+def program() -> str | None:
+    """The browser's path: PDPROXY_TEST_CHROMIUM, or the first on PATH; None: there is none."""
+    named = os.environ.get("PDPROXY_TEST_CHROMIUM")
+    return named or next(filter(None, map(shutil.which, _NAMES)), None)
 
 
 class BrowserPage:
@@ -145,7 +150,7 @@ class BrowserPage:
 
 
 class Chromium:
-    """A browser that runs. Ask `chromium()` for one."""
+    """A browser that runs. Ask `connected` for one."""
 
     def __init__(self, connection: ClientConnection) -> None:
         self._connection = connection
@@ -197,41 +202,49 @@ class Chromium:
         await self._connection.close()
 
 
-@asynccontextmanager
-async def chromium() -> AsyncIterator[Chromium]:
-    """Run a browser."""
+@contextmanager
+def running() -> Iterator[str]:
+    """Run a browser. Yields the address at which it answers."""
+    path = program()
+    assert path, "no Chromium here: apt-get install chromium, or name it in PDPROXY_TEST_CHROMIUM"
     with tempfile.TemporaryDirectory(prefix="chromium-") as folder:
-        process = await asyncio.create_subprocess_exec(
-            program(),
-            *_FLAGS,
-            f"--user-data-dir={folder}",
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
+        process = subprocess.Popen(
+            [path, *_FLAGS, f"--user-data-dir={folder}"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
             env=os.environ | {"HOME": folder},
         )
-        assert process.stderr is not None
-        draining = None
         try:
-            async with asyncio.timeout(PATIENCE):
-                while b"DevTools listening on " not in (line := await process.stderr.readline()):
-                    assert line, "Chromium has ended at its start"
-            draining = asyncio.create_task(process.stderr.read())  # a full pipe would stop it
-            address = line.decode().split()[-1]
-            browser = Chromium(await connect(address, max_size=None, compression=None))
-            try:
-                yield browser
-            finally:
-                await browser.close()
+            yield _address(process, Path(folder, "DevToolsActivePort"))
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-            if draining is not None:
-                await draining
+            process.kill()
+            process.wait()
             for _ in range(50):  # its own children still write there
                 if not os.listdir(folder):
                     break
                 shutil.rmtree(folder, ignore_errors=True)
                 os.makedirs(folder, exist_ok=True)
-                await asyncio.sleep(0.1)
+                time.sleep(0.1)
+
+
+def _address(process: subprocess.Popen[bytes], written: Path) -> str:
+    """Wait for the file in which the browser says its port and its path, a line each."""
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until:
+        assert process.poll() is None, "Chromium has ended at its start"
+        with contextlib.suppress(FileNotFoundError):
+            if len(said := written.read_text().split()) == 2:
+                return f"ws://127.0.0.1:{said[0]}{said[1]}"
+        time.sleep(0.05)
+    raise AssertionError(f"Chromium has not started within {PATIENCE:.0f} s")
+
+
+@asynccontextmanager
+async def connected(address: str) -> AsyncIterator[Chromium]:
+    """Talk to the browser that answers at an address."""
+    browser = Chromium(await connect(address, max_size=None, compression=None))
+    try:
+        yield browser
+    finally:
+        await browser.close()

@@ -14,7 +14,7 @@ from pathlib import Path
 import uvloop
 from PIL import Image
 
-from tests.browser.chromium import chromium
+from tests.browser.chromium import connected, running
 from tests.browser.shown_fleet import shown_fleet
 
 FOLDER = Path(__file__).parents[2] / "docs" / "images"
@@ -25,9 +25,9 @@ DRAINED = "[...document.querySelectorAll('#engines .engine')].at(-3).title"
 """An expression: an engine's URL, with its id in brackets."""
 
 
-async def take(folder: Path, seconds: float) -> None:
-    """Take all. `seconds`: how long the page is open before."""
-    async with shown_fleet() as url, chromium() as browser:
+async def take(address: str, folder: Path, seconds: float) -> None:
+    """Take all with a browser. `seconds`: how long the page is open before."""
+    async with shown_fleet() as url, connected(address) as browser:
         page = await browser.page()
         await page.show(*SIZES["wall"], "light")
         await page.open(url)
@@ -56,4 +56,5 @@ if __name__ == "__main__":
     parser.add_argument("--to", type=Path, default=FOLDER, help="the folder (default: docs/images)")
     parser.add_argument("--seconds", type=float, default=90.0, help="how long the page is open")
     options = parser.parse_args()
-    uvloop.run(take(options.to, options.seconds))
+    with running() as address:
+        uvloop.run(take(address, options.to, options.seconds))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from msgspec import structs
 
 from pdproxy.web.admin import live
 from pdproxy.web.admin.shapes import EngineList, RequestList
-from tests.browser.chromium import BrowserPage, Chromium, chromium
+from tests.browser.chromium import BrowserPage, Chromium, connected, program, running
 from tests.fakes import answers, scripts
 from tests.fakes.admin import Admin, admin
 from tests.fakes.engine import Reply
@@ -58,9 +58,17 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "INTERVAL", 0.2)
 
 
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    if program() is None:
+        pytest.skip("no Chromium on PATH, and PDPROXY_TEST_CHROMIUM names none")
+    with running() as found:
+        yield found
+
+
 @pytest_asyncio.fixture
-async def browser() -> AsyncIterator[Chromium]:
-    async with chromium() as found:
+async def browser(address: str) -> AsyncIterator[Chromium]:
+    async with connected(address) as found:
         yield found
 
 
