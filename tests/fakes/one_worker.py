@@ -32,6 +32,7 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_continued_not.py::test_records_are_bounded_and_counted": DIVIDED,
         "test_decode_fails.py::test_a_kept_connection_that_the_engine_had_closed": KEPT,
         "test_decode_fails.py::test_connections_are_kept_and_closed_as_the_engine_says": KEPT,
+        "test_drained.py::test_legs_to_an_engine_that_was_removed_at_once_count": INSIDE,
         (
             "test_engine_networks.py::test_a_notice_for_a_client_that_has_left_names_no_other_host"
         ): INSIDE,

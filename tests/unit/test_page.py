@@ -93,7 +93,8 @@ async def test_a_long_page_leaves_turns_to_others() -> None:
     many = [Family("bananas", "gauge", "Bananas", samples) for _ in range(2)]
     metrics.collect = lambda: iter(many)  # type: ignore[method-assign]
     counting = asyncio.create_task(count())
-    page = await Shown(cast("Any", None), cast("Any", None), metrics).metrics()
+    nothing = cast("Any", None)
+    page = await Shown(nothing, nothing, metrics, nothing).metrics()
     counting.cancel()
     assert page.count(b"\nbananas{") == 40 * AT_ONCE
     assert turns >= 40

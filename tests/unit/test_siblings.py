@@ -17,7 +17,7 @@ from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.page import AT_ONCE
 from pdproxy.observe.requests import REQUESTS
 from pdproxy.observe.snapshot import Merging, Snapshot, decode
-from pdproxy.web.operation import OperationState, Readiness
+from pdproxy.web.operation import EngineWork, OperationState, Readiness
 from pdproxy.workers import shown_of_all, siblings, switchboard
 from pdproxy.workers.links import Message
 from pdproxy.workers.shown_of_all import ShownOfAll, add_up, of_scheduler, together
@@ -202,6 +202,7 @@ def _counted(parent: Parent, number: int, count: list[float]) -> ShownOfAll:
         None,  # type: ignore[arg-type]
         lambda: _ready(OperationState.OK),
         metrics,
+        lambda _: EngineWork(),
         parent.all[number],
         number,
     )

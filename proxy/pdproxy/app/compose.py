@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 
+from pdproxy.app.drained import DrainCheck
 from pdproxy.app.front import Front
 from pdproxy.app.gauges import show_memory, show_state
 from pdproxy.app.parts import Parts
@@ -106,7 +107,7 @@ class Proxy(Parts):
             observers=proxy.observers,
             models=proxy.list_models,
             readiness=readiness,
-            shown=share.shown(proxy.admission, readiness, metrics),
+            shown=share.shown(proxy.admission, readiness, metrics, DrainCheck(pools)),
             wrong_keys=proxy.wrong_keys,
             traced=None if proxy.tracing is None else proxy.tracing.requests,
         )

@@ -172,7 +172,12 @@ class Front:
         """What operators and health checks are answered."""
         shown, readiness = self.shown, self.readiness
         return Operation(
-            shown.load, shown.readiness, shown.metrics, readiness.not_taking, readiness.engines
+            shown.load,
+            shown.readiness,
+            shown.metrics,
+            readiness.not_taking,
+            readiness.engines,
+            shown.work_at,
         )
 
     def answers(self) -> AnswerMakers:

@@ -45,7 +45,7 @@ from pdproxy.transfer.contract import Contract
 from pdproxy.transfer.turns import TurnRules
 from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.service import AdminService
-from pdproxy.web.operation import Readiness
+from pdproxy.web.operation import EngineWork, Readiness
 from pdproxy.wire.notices import Notice
 
 SECRET_BYTES = 32
@@ -87,7 +87,11 @@ class Share(Protocol):
         """
 
     def shown(
-        self, admission: Admission, readiness: Callable[[], Readiness], metrics: Metrics
+        self,
+        admission: Admission,
+        readiness: Callable[[], Readiness],
+        metrics: Metrics,
+        work_at: Callable[[str], EngineWork],
     ) -> Shown:
         """Return what clients are shown of all processes. The arguments: those of `Shown`."""
 

@@ -1,4 +1,4 @@
-"""What an operator is shown: `/ready`, `/metrics` and `/load`."""
+"""What an operator is shown: `/ready`, `/metrics`, `/load` and `/drained`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ from pdproxy.app.readiness import judged
 from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.snapshot import Snapshot
 from pdproxy.scheduling.admission import Admission
-from pdproxy.web.operation import Readiness
+from pdproxy.web.operation import EngineWork, Readiness
 
 
 class Shown:
     """What a process that serves alone shows."""
 
     def __init__(
-        self, admission: Admission, readiness: Callable[[], Readiness], metrics: Metrics
+        self,
+        admission: Admission,
+        readiness: Callable[[], Readiness],
+        metrics: Metrics,
+        work_at: Callable[[str], EngineWork],
     ) -> None:
         self._admission = admission
         self._own_readiness = readiness
         self._own_metrics = metrics
+        self._own_work_at = work_at
 
     async def load(self) -> int:
         """Return the number of requests that are served or wait."""
@@ -28,6 +33,10 @@ class Shown:
     async def readiness(self) -> Readiness:
         """Return whether a request could be served now."""
         return judged(self._own_readiness())
+
+    async def work_at(self, place: str) -> EngineWork:
+        """Return what is left at the engine with this `host:port`."""
+        return self._own_work_at(place)
 
     async def snapshot(self) -> Snapshot:
         """Return all metrics but those of the process itself."""

@@ -165,7 +165,7 @@ class Listen(Section, frozen=True):
 
     operator_routes: OperatorRoutes = "auto"
     """Who may see at this port what is for operators: /metrics, /load, /version, /docs,
-    /openapi.json, and more of /ready, /ready/proxy and /healthcheck than their status
+    /openapi.json, and more of /ready, /ready/proxy, /drained and /healthcheck than their status
     (docs/reference/routes.md). It is always shown where the admin API listens.
       everywhere  everybody
       admin       whoever sends one of auth.admin_keys; others get 401, or 403 if there are no such

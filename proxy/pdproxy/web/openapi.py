@@ -90,7 +90,7 @@ _SCHEMAS = {
 _OWN_ERRORS = {Dialect.MESSAGES: ["MessagesError"], Dialect.COHERE: ["CohereError"]}
 
 _OF_CONNECTION = {
-    400: "No request of HTTP",
+    400: "No request of HTTP, or a wrong query",
     408: "The request came too slowly",
     431: "The head is too large",
 }
@@ -209,6 +209,16 @@ READY = _with_more(
     details={"type": "array", "items": _TEXT},
 )
 READY_PROXY = _with_more(object_of(ready={"type": "boolean"}), reason=_TEXT_OR_NONE)
+DRAINED = _with_more(
+    object_of(drained={"type": "boolean"}), requests=COUNT, handles=COUNT, reason=_TEXT_OR_NONE
+)
+ENGINE: Schema = {
+    "name": "engine",
+    "in": "query",
+    "required": True,
+    "description": "HOST:PORT of the engine, as in its URL",
+    "schema": _TEXT,
+}
 HEALTHCHECK = _with_more(object_of(status=_TEXT), prefill_instances=COUNT, decode_instances=COUNT)
 
 

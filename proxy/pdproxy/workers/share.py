@@ -31,7 +31,7 @@ from pdproxy.settings.schema import Settings
 from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.changes import Change
 from pdproxy.web.admin.service import AdminService
-from pdproxy.web.operation import Readiness
+from pdproxy.web.operation import EngineWork, Readiness
 from pdproxy.workers import custody_records, heirs
 from pdproxy.workers.admin import AdminApiOfAll, answer
 from pdproxy.workers.admitted_worker import AdmissionOfAll, AdmittedWorker
@@ -54,6 +54,7 @@ REFRESH_EVERY = 0.25
 """Seconds between two looks at all that is shared: an engine that drains is looked at without a
 request, a store that another core saw late is found, and so is the end of a process.
 """
+NO_MEMBERS = "a worker begins, and does not know the engines yet"
 LEVELS = "levels"
 """The word in front of what is kept for the next scheduler process: what each key has left."""
 UNSHARED = counter(
@@ -269,13 +270,23 @@ class WorkerShare:
         return made
 
     def shown(
-        self, admission: Admission, readiness: Callable[[], Readiness], metrics: Metrics
+        self,
+        admission: Admission,
+        readiness: Callable[[], Readiness],
+        metrics: Metrics,
+        work_at: Callable[[str], EngineWork],
     ) -> Shown:
         """See `Share`."""
         metrics.show(UNSHARED, lambda: [((), self._area.without_space)])
         if self.chooses:
             metrics.show(LEASES, lambda: [((), self._choosing.leases)])
-        self._shown = ShownOfAll(admission, readiness, metrics, self.siblings, self.number)
+
+        def known_work_at(place: str) -> EngineWork:
+            return work_at(place) if self.knows_members() else EngineWork(NO_MEMBERS)
+
+        self._shown = ShownOfAll(
+            admission, readiness, metrics, known_work_at, self.siblings, self.number
+        )
         return self._shown
 
     def knows_members(self) -> bool:

@@ -1,4 +1,4 @@
-"""What an operator is shown of all workers: `/ready`, `/metrics` and `/load`."""
+"""What an operator is shown of all workers: `/ready`, `/metrics`, `/load` and `/drained`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pdproxy.observe.snapshot import (
     of_process,
 )
 from pdproxy.scheduling.admission import Admission
-from pdproxy.web.operation import OperationState, Readiness
+from pdproxy.web.operation import EngineWork, OperationState, Readiness
 from pdproxy.workers.links import Message
 from pdproxy.workers.siblings import SCHEDULER as SCHEDULER_NAME
 from pdproxy.workers.siblings import LinkedSiblings
@@ -40,6 +40,9 @@ report is lost.
 """
 LOAD = "load"
 """The question for the requests that a process serves, or has waiting."""
+WORK_AT = "work_at"
+"""The question for what a process has at an engine. Behind this word is the engine's `host:port`.
+"""
 RESTARTS = counter(
     "pdproxy_worker_restarts_total",
     "starts",
@@ -70,10 +73,11 @@ class ShownOfAll(Shown):
         admission: Admission,
         readiness: Callable[[], Readiness],
         metrics: Metrics,
+        work_at: Callable[[str], EngineWork],
         siblings: LinkedSiblings,
         number: int,
     ) -> None:
-        super().__init__(admission, readiness, metrics)
+        super().__init__(admission, readiness, metrics, work_at)
         self._siblings = siblings
         self._number = number
         self._process: list[OfProcess] = []
@@ -81,6 +85,7 @@ class ShownOfAll(Shown):
         self._is_scheduler = number == siblings.scheduler
         siblings.answers_in_turns["metrics"] = self._answer
         siblings.answers[LOAD] = lambda: str(admission.inflight + admission.waiting).encode()
+        siblings.answers_about[WORK_AT] = lambda place: msgspec.msgpack.encode(work_at(place))
         siblings.answers["ready"] = lambda: _encode_ready(self._own_readiness())
 
     async def load(self) -> int:
@@ -106,6 +111,23 @@ class ShownOfAll(Shown):
         if not answers.complete:
             silent.append("the supervisor does not answer")
         return judged(together(found, silent, self._siblings.scheduler))
+
+    async def work_at(self, place: str) -> EngineWork:
+        """See `Shown`. The scheduler process has the requests of all, and each worker its handles.
+
+        Others are asked only about an engine that this process knows: what anybody names costs
+        nothing. An engine that is drained is drained for all: see `workers.members`. One that was
+        removed at once is known to those alone that have requests there.
+        """
+        own = self._own_work_at(place)
+        if own.reason is None:
+            return own
+        answers = await self._siblings.ask(f"{WORK_AT} {place}")
+        found = {self._number: own}
+        found |= {number: _decode_work(answer) for number, answer in answers.of.items()}
+        of_all = own if (number := self._siblings.scheduler) is None else found.get(number, own)
+        handles = sum(one.handles for one in found.values())
+        return EngineWork(own.reason, of_all.requests, handles)
 
     async def snapshot(self) -> Snapshot:
         """See `Shown`. What was counted never decreases: of a worker that does not answer it is
@@ -250,6 +272,7 @@ class _Ready(msgspec.Struct, array_like=True):
 
 
 _ready_decoder = msgspec.msgpack.Decoder(_Ready)
+_decode_work = msgspec.msgpack.Decoder(EngineWork).decode
 
 
 def _encode_ready(one: Readiness) -> bytes:

@@ -150,6 +150,12 @@ TABLE: tuple[RouteEntry, ...] = (
         "whether this proxy takes requests, whatever its engines do: for balancers",
     ),
     _shown(
+        "/drained",
+        Audience.CHECKS,
+        "whether nothing is left at an engine that is to end, and for operators what: for its"
+        " preStop hook",
+    ),
+    _shown(
         "/healthcheck",
         Audience.CHECKS,
         "as vLLM's demo proxies: that the process runs, and for operators its engines by role",

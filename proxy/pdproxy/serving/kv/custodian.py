@@ -205,6 +205,11 @@ class Custodian:
         legs = [(custody.prefill, custody.decode) for custody in self._live]
         return {url for pair in (*legs, *self.orphans.named()) for url in pair if url is not None}
 
+    def count_at(self, url: str) -> int:
+        """Return how many handles an engine is named by, as in `named`."""
+        legs = [(custody.prefill, custody.decode) for custody in self._live]
+        return sum(url in pair for pair in (*legs, *self.orphans.named()))
+
     def placed(self, handle: Handle, prefill: str) -> Handle:
         """Return a handle with the host at which the settings say that others reach its prefill
         engine.
