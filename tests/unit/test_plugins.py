@@ -19,7 +19,7 @@ from pdproxy.transfer.contract import ORDER_NAMES
 from pdproxy.transfer.nixl_push import CONTRACT as PUSH
 
 ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / "docs/guide/plugins.md").read_text()
+GUIDE = (ROOT / "docs/guide/policies.md").read_text()
 POLICY = "[pdproxy.policies]\nlongest_idle = my_policy:LongestIdle\n"
 EXAMPLE = "\n".join(re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL))
 CONNECTOR = (

@@ -16,7 +16,7 @@ def salt_warnings(settings: Settings, salts: CacheSalts) -> list[str]:
     found = [
         f"pools[{at}]: with the connector {pool.connector}, engines may find KV of other tenants "
         f"outside of their own caches:"
-        " not all of its stores know a prompt's cache_salt (docs/guide/keys-and-tls.md)"
+        " not all of its stores know a prompt's cache_salt (docs/guide/security.md)"
         for at, pool in enumerate(settings.pools)
         if pool.connector != registry.AUTO and registry.ignores_salt(pool.connector)
     ]

@@ -2,7 +2,7 @@
 entry in `_OWN`.
 
 Other packages bring policies, too: by entry points of the group `pdproxy.policies`
-(docs/guide/plugins.md).
+(docs/guide/policies.md).
 """
 
 from __future__ import annotations

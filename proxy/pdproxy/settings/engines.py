@@ -138,8 +138,8 @@ class ConfiguredEngine(Section, frozen=True):
     """prefill computes prompts, decode generates from them, aggregated does both. any (kv_role
     kv_both; not with every connector): each of these, for different requests at the same time.
     encode (ec_role ec_producer) encodes pictures, sounds and videos for engines of the roles
-    prefill, aggregated and any (docs/guide/encoders.md). by_label: a label of each pod says its
-    role (docs/guide/kubernetes.md).
+    prefill, aggregated and any (docs/guide/models.md). by_label: a label of each pod says its role
+    (docs/guide/kubernetes.md).
     """
 
     serves_whole: bool = False

@@ -191,7 +191,7 @@ class Pool(Section, frozen=True):
 
     ec_connector: EcConnector = "example"
     """How the outputs of encoder engines get to those that use them: the ec_connector that all of
-    them were started with (docs/guide/encoders.md).
+    them were started with (docs/guide/models.md).
       example   ECExampleConnector: files in a folder that all of them reach
       cpu       ECCPUConnector with ec_enable_nixl: the other engine reads them from host memory
       mooncake  ECMooncakeConnector: they are pushed to the other engine's facts.ec_address

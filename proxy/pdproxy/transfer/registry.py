@@ -2,7 +2,7 @@
 `_OWN`.
 
 Other packages bring contracts, too: by entry points of the group `pdproxy.connectors`
-(docs/guide/plugins.md).
+(docs/guide/policies.md).
 
 The order matters in one place: where several contracts serve one `kv_connector`, the first is
 chosen if the operator names none.

@@ -24,7 +24,7 @@ def outputs(facts: CheckFacts) -> Iterator[Finding]:
                 f"{encoding.why_not}",
                 remedy="start it with a model that takes pictures, and with the "
                 "--ec-transfer-config of an encoder engine for ec_connector "
-                f"{facts.settings.pool.ec_connector} (docs/guide/encoders.md)",
+                f"{facts.settings.pool.ec_connector} (docs/guide/models.md)",
             )
         elif encoding.tokens:
             yield Finding(
