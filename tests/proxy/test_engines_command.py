@@ -356,6 +356,7 @@ def _entry(url: str, role: str, **fields: object) -> dict[str, object]:
         "slow": [],
         "pairs": {"paired": 1, "not_paired": [], "not_paired_count": 0},
         "drain": None,
+        "labels": {},
         **fields,
     }
 
@@ -395,6 +396,26 @@ def test_80_columns_show_what_is_wrong_first_and_whole(
     assert "not probed yet" not in words, "who is down is paired with nobody"
     assert table.split()[:7] == ["role", "state", "requests", "latency", "tokens/s", "KV", "failed"]
     assert "63%" in table
+
+
+def test_engines_of_pods_are_named_by_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the table where it is wide, and in front of what is wrong. Without pods no column is
+    there.
+    """
+    monkeypatch.setenv("COLUMNS", "160")
+    url = "http://10.0.0.1:8000"
+    of_pod = _entry(
+        url, "decode", labels={"pod": "llama-d-0"}, health={"state": "down", "reason": "gone"}
+    )
+    engines_table.show({"engines": [of_pod]}, NO_REQUESTS)
+    told, _, table = capsys.readouterr().out.partition("engine  ")
+    assert "http://10.0.0.1:8000 (decode, pod llama-d-0): down: gone" in told
+    assert "pod" in table.splitlines()[0].split()
+    assert "llama-d-0" in table
+    engines_table.show({"engines": [_entry(url, "decode")]}, NO_REQUESTS)
+    assert "pod" not in capsys.readouterr().out.split()
 
 
 def test_urls_that_are_cut_differ() -> None:

@@ -112,10 +112,10 @@ LEG_TIME = _record(
     "Mean seconds of each phase of an engine's legs",
     _legs(NODE_SECONDS)
     .over(_legs(NODE_LEGS), unit="seconds")
-    .joined(_OF.now(NODE_INFO), ("instance", "node"), "role", "pool"),
+    .joined(_OF.now(NODE_INFO), ("instance", "node"), "role", "pool", "engine_pod"),
     _INSTANCE,
     *NODE_SECONDS.labels,
-    *NODE_INFO.labels[1:],
+    *NODE_INFO.labels[1:4],
 )
 OUTCOMES = _record(
     "instance_outcome:pdproxy_requests:rate5m",

@@ -75,7 +75,7 @@ def legs(node: str, role: str, phase: str, seconds: float) -> list[Input]:
     return [
         given(NODE_LEGS, growing(6), node, phase),
         given(NODE_SECONDS, growing(6 * seconds), node, phase),
-        given(NODE_INFO, steady(1), node, role, "default"),
+        given(NODE_INFO, steady(1), node, role, "default", "", ""),
     ]
 
 

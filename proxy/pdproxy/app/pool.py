@@ -296,7 +296,6 @@ class PoolParts:
         wrong = [ledger_source(ledger, now), auditor.shortcomings, slow.shortcomings]
         wrong.append(retrying.shortcomings)
         wrong.append(lambda: custodian.stuck.shortcomings(now()))
-        show_engines(observers, engines, now, pool.name)
         if ledger.placement is not None:
             show_placement(observers, ledger.placement)
         if turns is not None:
@@ -322,6 +321,7 @@ class PoolParts:
         membership = build_membership(
             setup, engines, ledger, outliers, custodian, turns, observers, tasks, now, deadlines
         )
+        show_engines(observers, engines, membership.members, now, pool.name)
         wrong.append(membership.shortcomings)
         if own is not None:
             wrong.append(own.share_members(membership, engines))

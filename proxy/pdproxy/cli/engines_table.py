@@ -34,8 +34,8 @@ _COLOURS = {
 WIDTH = 160
 """Columns where standard output is no terminal, and COLUMNS is not set."""
 COLUMNS = ("engine", "role", "state", "requests", "latency", "tokens/s", "KV", "failed")
-MORE = ("pairs", "source", "id")
-"""Columns of a wide terminal."""
+MORE = ("pairs", "pod", "source", "id")
+"""Columns of a wide terminal: those in which something stands."""
 _NUMBERS = frozenset({"requests", "latency", "tokens/s", "KV", "failed", "pairs"})
 _GAP = 2
 _NARROWEST = 18
@@ -65,7 +65,9 @@ def wrong(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     for entry in sorted(entries, key=_misfit, reverse=True):
         texts = [*_own_faults(entry), *_not_paired(entry, down, told)]
         if texts:
-            found[entry["url"]] = printable(f"{entry['url']} ({entry['role']}): {'; '.join(texts)}")
+            pod = entry["labels"].get("pod")
+            named = f"{entry['url']} ({entry['role']}{f', pod {pod}' if pod else ''})"
+            found[entry["url"]] = printable(f"{named}: {'; '.join(texts)}")
     return [found[one["url"]] for one in entries if one["url"] in found]
 
 
@@ -136,6 +138,7 @@ def _row(entry: Mapping[str, Any], of: EngineFigures, seconds: float) -> dict[st
         "KV": "-" if usage is None else f"{usage:.0%}",
         "failed": str(of.failures),
         "pairs": paired,
+        "pod": entry["labels"].get("pod", ""),
         "source": entry["source"],
         "id": entry["id"],
     }
@@ -185,7 +188,7 @@ def _hanging(text: str) -> RenderableType:
 
 
 def _table(cells: Sequence[Mapping[str, str]], width: int, heading: str | None) -> RenderableType:
-    columns = [*COLUMNS, *MORE]
+    columns = [*COLUMNS, *(name for name in MORE if any(row[name] for row in cells))]
     rest = _rest(cells, columns, width)
     if rest < max(map(len, (row["engine"] for row in cells))):
         columns = [*COLUMNS]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.member import Member
 from pdproxy.observe.description import NODE, ROLE, Label, MergeRule, Samples, gauge
 from pdproxy.observe.events import Observers
 from pdproxy.observe.metrics import Metrics
@@ -14,10 +15,13 @@ from pdproxy.scheduling.ledger_engine import STATES
 NODE_INFO = gauge(
     "pdproxy_node_info",
     "bool",
-    "Always 1; the labels are an engine's role and its pool",
+    "Always 1; the labels are an engine's role, its pool, and labels of its own",
     NODE,
     ROLE,
     Label("pool", text="the name of its pool"),
+    # Prometheus has a label pod of its own there: the pod of the proxy.
+    Label("engine_pod", text="its label pod: the name of its pod on Kubernetes, or nothing"),
+    Label("revision", text="its label revision, or nothing"),
     workers=MergeRule.MOST,
 )
 NODE_INFLIGHT = gauge(
@@ -93,9 +97,13 @@ class MetricsOfEngines:
 
 
 def show_engines(
-    observers: Observers, engines: EngineRegistry, now: Callable[[], float], pool: str
+    observers: Observers,
+    engines: EngineRegistry,
+    members: Mapping[str, Member],
+    now: Callable[[], float],
+    pool: str,
 ) -> None:
-    """Show the gauges of all engines of a pool. `pool`: its name."""
+    """Show the gauges of all engines of a pool. `members`: those, by URL; `pool`: its name."""
 
     def inflight() -> Samples:
         return [
@@ -119,7 +127,12 @@ def show_engines(
         return found
 
     def infos() -> Samples:
-        return [((url, one.in_ledger.role.value, pool), 1) for url, one in engines.items()]
+        found = []
+        for url, one in engines.items():
+            labels = members[url].settings.labels if url in members else {}
+            own = (labels.get("pod", ""), labels.get("revision", ""))
+            found.append(((url, one.in_ledger.role.value, pool, *own), 1))
+        return found
 
     observers.show(NODE_INFO, infos)
     observers.show(NODE_INFLIGHT, inflight)

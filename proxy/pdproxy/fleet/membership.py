@@ -557,5 +557,8 @@ class Membership:
         return member
 
     def _report(self, member: Member, change: str, by: str) -> None:
-        self._observers.notify(MemberChanged(member.url, member.settings.role, change, by))
+        settings = member.settings
+        self._observers.notify(
+            MemberChanged(member.url, settings.role, change, by, settings.labels.get("pod"))
+        )
         self.when_changed(member.url)

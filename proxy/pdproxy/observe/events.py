@@ -298,13 +298,14 @@ class NodeChanged(msgspec.Struct, frozen=True):
 
 class MemberChanged(msgspec.Struct, frozen=True):
     """An engine was added, drained or removed. `change`: as in pdproxy_member_changes_total; `by`:
-    who asked for it.
+    who asked for it; `pod`: the name of its pod on Kubernetes, None: it has none.
     """
 
     node: str
     role: str
     change: str
     by: str
+    pod: str | None = None
 
 
 class PairEjected(msgspec.Struct, frozen=True):

@@ -183,7 +183,10 @@ class LogObserver:
                 words = "KV moves again" if over else "KV does not move: no prompt is split there"
                 _log(fleet, logging.INFO if over else logging.WARNING, words, fields)
             case MemberChanged():
-                _log(fleet, logging.INFO, "engine of the pool", _fields(event))
+                fields = {
+                    name: value for name, value in _fields(event).items() if value is not None
+                }
+                _log(fleet, logging.INFO, "engine of the pool", fields)
             case PairEjected():
                 _log(
                     fleet,
@@ -404,6 +407,10 @@ def _ms(seconds: float | None) -> float | None:
 
 def _fields(event: Event) -> Fields:
     return {name: getattr(event, name) for name in event.__struct_fields__}
+
+
+def _known(event: Event) -> Fields:
+    return {name: value for name, value in _fields(event).items() if value is not None}
 
 
 def _log(logger: logging.Logger, level: int, message: str, fields: Fields) -> None:

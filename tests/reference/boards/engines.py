@@ -31,7 +31,7 @@ STATES = [
             (
                 OF.now(NODE_STATE)
                 .equal(1)
-                .joined(OF.now(NODE_INFO), ("instance", "node"), "role", "pool"),
+                .joined(OF.now(NODE_INFO), ("instance", "node"), "role", "pool", "engine_pod"),
                 "",
             )
         ],
