@@ -1,10 +1,11 @@
-"""`pdproxy config`: print or check the settings without running anything, or begin a settings
-file.
+"""`pdproxy config`: print, check or describe the settings without running anything, or begin a
+settings file.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections import Counter
 from importlib.resources import files
@@ -16,6 +17,8 @@ from pdproxy.cli.parser import examples
 from pdproxy.settings.dump import dump
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.files import spell_file
+from pdproxy.settings.json_schema import json_schema
+from pdproxy.settings.schema import Settings
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
@@ -76,6 +79,15 @@ def add(commands: Commands, summary: str) -> None:
         epilog=examples("pdproxy config validate --config pdproxy.yaml"),
     )
     validating.set_defaults(run=validate_settings)
+    describing = actions.add_parser(
+        "schema",
+        help="print what a settings file may hold, as a JSON Schema",
+        description="Print a JSON Schema of the settings file, for editors and other programs that "
+        "check YAML. It says what each setting may hold; what settings must have together, "
+        "`pdproxy config validate` alone checks.",
+        epilog=examples("pdproxy config schema > pdproxy.schema.json"),
+    )
+    describing.set_defaults(run=print_schema)
     for action in (printing, validating):
         add_settings_options(action)
 
@@ -109,6 +121,12 @@ def begin_file(arguments: argparse.Namespace) -> int:
 def print_settings(arguments: argparse.Namespace) -> int:
     """Print the settings in force."""
     print(dump(settings_from(arguments, need_engines=False)), end="")
+    return 0
+
+
+def print_schema(_: argparse.Namespace) -> int:
+    """Print the JSON Schema of the settings."""
+    print(json.dumps(json_schema(Settings), indent=2))
     return 0
 
 
