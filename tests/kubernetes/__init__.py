@@ -1,0 +1,1 @@
+"""The proxy on Kubernetes, without a cluster."""
