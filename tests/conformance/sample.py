@@ -15,6 +15,8 @@ from tests.conformance.engines import rig
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "check.md"
 BEGIN, END = "```text\n", "```"
+FIRST = 4
+"""How many checks the excerpt begins with."""
 SHOWN = {
     "p": "http://127.0.0.1:8200",
     "d": "http://127.0.0.1:8300",
@@ -53,11 +55,19 @@ def alike(text: str) -> str:
     return re.sub(r"\d+(\.\d+)?", "N", " ".join(text.split()))
 
 
+def excerpt(report: str) -> str:
+    """Return what the page shows of a report: its first checks, the last one, and the verdict."""
+    head, *checks = re.split(r"^(?=  [✓·✗] )", report, flags=re.MULTILINE)
+    return "".join([head, *checks[:FIRST], "  ...\n", checks[-1]])
+
+
 def shown() -> str:
-    """Return the report that the page shows."""
+    """Return the excerpt that the page shows."""
     return PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
 
 
 if __name__ == "__main__":
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(before + BEGIN + asyncio.run(report())[1] + END + rest.partition(END)[2])
+    PAGE.write_text(
+        before + BEGIN + excerpt(asyncio.run(report())[1]) + END + rest.partition(END)[2]
+    )
