@@ -183,10 +183,7 @@ class LogObserver:
                 words = "KV moves again" if over else "KV does not move: no prompt is split there"
                 _log(fleet, logging.INFO if over else logging.WARNING, words, fields)
             case MemberChanged():
-                fields = {
-                    name: value for name, value in _fields(event).items() if value is not None
-                }
-                _log(fleet, logging.INFO, "engine of the pool", fields)
+                _log(fleet, logging.INFO, "engine of the pool", _known(event))
             case PairEjected():
                 _log(
                     fleet,
