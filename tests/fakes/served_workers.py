@@ -132,13 +132,14 @@ async def serving(
     shown: Sequence[FakeEngine] | None = None,
     spare: Sequence[FakeEngine] = (),
     code: str = SERVE,
+    state: str = "ok",
 ) -> AsyncIterator[Run]:
     """Run it until the block ends; it must end with 0 then. `settings`: its file, from its port and
     that of its admin API.
 
     `engines`: all that are to listen. `shown`: a prefill and a decode engine for `Served`, the
     first two of them if it is None; `spare`: those that the proxy does not know; `code`: what the
-    process runs.
+    process runs; `state`: what `/ready` says at first.
     """
     for engine in engines:
         await engine.listen()
@@ -153,7 +154,7 @@ async def serving(
             async with asyncio.timeout(PATIENCE):
                 while True:
                     try:
-                        if (await run.proxy.ask("GET", "/ready")).json["state"] == "ok":
+                        if (await run.proxy.ask("GET", "/ready")).json["state"] == state:
                             break
                     except OSError:
                         assert process.returncode is None, (tmp_path / "log").read_text()

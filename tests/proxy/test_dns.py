@@ -48,6 +48,31 @@ def has(server: NameServer, *engines: FakeEngine, name: str = SERVICE) -> None:
     server.records[name, "SRV"] = (0, texts)
 
 
+async def test_a_proxy_that_does_not_know_its_engines_yet_takes_no_requests() -> None:
+    """Other proxies may know them. Once the source has answered, engines may be gone: this proxy
+    takes requests, and refuses each with a reason.
+    """
+    node = ConfiguredEngine(url=URL, role="aggregated")
+    async with (
+        name_server() as server,
+        world(prefill=0, decode=0, adjust=named(server, node)) as w,
+    ):
+        w.proxy.sources.start()
+        await until(lambda: w.metric("pdproxy_dns_answers_total", result="failed"))
+        answer = await w.get("/ready/proxy")
+        assert (answer.status, answer.json["reason"]) == (
+            503,
+            f"starting: {URL} has not been answered yet",
+        )
+        new = await started(w, "aggregated")
+        has(server, new)
+        await until(lambda: new.url in w.proxy.membership.members)
+        assert (await w.get("/ready/proxy")).status == 200
+        w.proxy.sources.use([msgspec.structs.replace(w.proxy.settings.pool, nodes=())])
+        await gone(w, new.url)
+        assert (await w.get("/ready/proxy")).status == 200
+
+
 async def test_engines_come_and_go_with_their_name() -> None:
     """They serve, are drained, and are forgotten; a server that fails changes nothing, and `/ready`
     names the source.

@@ -68,6 +68,32 @@ async def test_one_process_asks_dns_for_all(tmp_path: Path) -> None:
             assert await run.proxy.metric("pdproxy_dns_engines") == 1
 
 
+async def test_no_worker_takes_requests_before_the_engines_are_known(tmp_path: Path) -> None:
+    """The scheduler process alone asks DNS, and tells them."""
+    engine = FakeEngine("aggregated", Books())
+    async with name_server() as server:
+
+        def settings(port: int, admin: int) -> str:
+            return (
+                f"listen: {{port: {port}, workers: 2, admin: '127.0.0.1:{admin}'}}\n"
+                f"dns: {{servers: ['{server.address}'], min_ttl: 0.2, max_ttl: 0.2}}\n"
+                "deadlines: {drain: 5}\n"
+                f"pools: [{{nodes: [{{url: '{URL}', role: aggregated}}]}}]\n"
+            )
+
+        shown = [engine, engine]
+        async with serving(tmp_path, [engine], settings, shown, state="not_ready") as run:
+
+            async def reasons() -> set[str | None]:
+                answers = [await run.proxy.ask("GET", "/ready/proxy") for _ in range(8)]
+                return {answer.json["reason"] for answer in answers}
+
+            assert await reasons() == {f"starting: {URL} has not been answered yet"}
+            has(server, engine)
+            await run.all_say("/engines", lambda shown: engine.url in states(shown))
+            assert await reasons() == {None}
+
+
 async def test_an_engine_that_drains_is_drained_by_the_successor(tmp_path: Path) -> None:
     """Until its last stream has ended, and for as long as it was given at first."""
     go = asyncio.Event()

@@ -65,6 +65,8 @@ class ReadinessCheck:
         self._sources = list(sources)
         self.leaving = False
         """Whether the process is about to stop."""
+        self.why_starting: Callable[[], str | None] = lambda: None
+        """Returns why this process can't know yet which engines there are, None if it can."""
 
     def show(self, source: Callable[[], Sequence[str]]) -> None:
         """Show what one more source says is wrong."""
@@ -80,9 +82,13 @@ class ReadinessCheck:
         """Return why this process takes no requests, whatever its engines do: for balancers. None:
         it takes some.
 
-        At the start nobody gets an answer before the engines were probed.
+        At the start nobody gets an answer before the engines were probed. One that knows no engine
+        takes requests, too: other proxies know none either, unless a source has not answered this
+        one yet.
         """
-        return "shutting down" if self.leaving or self._admission.closed else self._why_no_key()
+        if self.leaving or self._admission.closed:
+            return "shutting down"
+        return self._why_no_key() or self.why_starting()
 
     def engines(self) -> tuple[int, int]:
         """Return how many engines make KV for others, and how many use it."""

@@ -16,7 +16,7 @@ from pdproxy.app.parts import Parts
 from pdproxy.app.pool import PoolParts
 from pdproxy.fleet.member import MembershipError
 from pdproxy.fleet.membership import ADMIN, SETTINGS
-from pdproxy.fleet.sources import EngineSource, FoundEngines, source_of
+from pdproxy.fleet.sources import EngineSource, FoundEngines, SourceAnswer, source_of
 from pdproxy.observe.description import Description, Label, MergeRule, Samples, counter, gauge
 from pdproxy.settings.engines import ConfiguredEngine, both_schemes
 from pdproxy.settings.errors import naming_pool
@@ -87,6 +87,8 @@ class Sources:
         """The engines that stand in the settings, by pool."""
         self._followed: dict[Key, _Followed] = {}
         self._is_shown = False
+        self.when_found: Callable[[], None] = lambda: None
+        """Called behind each answer of a source."""
         self._half_applied = False
         """Whether the last change failed: what could not be put back is had again with the next
         one, also the same.
@@ -99,6 +101,13 @@ class Sources:
     def found(self) -> list[FoundEngines]:
         """What sources find, one for each that is followed."""
         return [one.engines for one in self._followed.values()]
+
+    def why_starting(self) -> str | None:
+        """Return which source has never been answered, if no engine is known at all; else None."""
+        if any(pool.membership.members for pool in self._proxy.pools):
+            return None
+        waits = (one for one in self.found if one.answered_at is None)
+        return next((f"starting: {one.name} has not been answered yet" for one in waits), None)
 
     def start(self) -> None:
         """Follow the sources of the settings. Their first engines serve at once, as those do that
@@ -207,15 +216,24 @@ class Sources:
             engines = FoundEngines(
                 engine, parts.membership, proxy.observers, proxy.now, elsewhere, are_new=are_new
             )
-            task = proxy.tasks.keep(partial(source.run, engines.answered), engines.name)
+            task = proxy.tasks.keep(
+                partial(source.run, partial(self._answered, engines)), engines.name
+            )
             self._followed[at, engine.url] = _Followed(engines, task)
         if self._followed and not self._is_shown:
             self._is_shown = True
+            proxy.readiness.why_starting = self.why_starting
             proxy.readiness.show(
                 lambda: [text for one in self.found for text in one.shortcomings()]
             )
             for kind in METRICS:
                 self._show(kind)
+
+    def _answered(self, engines: FoundEngines, answer: SourceAnswer) -> None:
+        try:
+            engines.answered(answer)
+        finally:
+            self.when_found()
 
     def _show(self, kind: str | None) -> None:
         """Show the metrics of the sources of one kind. None: of all."""

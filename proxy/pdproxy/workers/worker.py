@@ -34,6 +34,7 @@ from pdproxy.kit.ids import name_worker
 from pdproxy.observe.logs import Log
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings, of_worker
+from pdproxy.workers import starting
 from pdproxy.workers.forked import flush_output, name_process
 from pdproxy.workers.links import Link, LinkError, Message, TooLongError
 from pdproxy.workers.settings import (
@@ -271,6 +272,10 @@ async def _serve(
             found = "\n".join(pool.connector for pool in proxy.settings.pools)
             orders.send(Message(CONNECTORS, body=found.encode()))
         follow_replicas(proxy)
+        if share.chooses:
+            starting.tell(share.links.publisher, proxy)
+        else:
+            starting.follow(share.links.link.subscriber, proxy)
         if source is not None and source.paths:
             live = live_settings(proxy, log)
             if share.chooses:
