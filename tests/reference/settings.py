@@ -8,18 +8,25 @@ import types
 from collections.abc import Iterator
 from typing import Any, Union, get_args, get_origin
 
-import msgspec
-
 from pdproxy.settings.conform import expectation
 from pdproxy.settings.load import variable
 from pdproxy.settings.schema import Settings
-from pdproxy.settings.section import Field, Seconds, fields_of, is_section
+from pdproxy.settings.section import Field, fields_of, is_section
 from tests.reference import command_line
 from tests.reference.markdown import NOTE, cell, code, table
-from tests.reference.texts import item_of, spelled, texts
+from tests.reference.texts import AS_THE_POOLS, item_of, spelled, texts
 
-_UNBOUNDED = 2**31 - 1
-"""The largest number that a count may be: nobody reaches it."""
+_SHORT = (
+    (r"a whole number >= (\d+) and <= 2147483647", r"\1 or more"),
+    (r"a whole number >= (\d+) and <= (\d+)", r"\1 to \2"),
+    (r"a number > 0 and <= 604800", "seconds"),
+    (r"a number >= 0 and <= 604800", "seconds or 0"),
+    (r"a number >= (\S+) and <= (\S+)", r"\1 to \2"),
+    (r"a number > (\S+) and <= (\S+)", r"above \1, up to \2"),
+    (r"text that isn't empty", "text"),
+    (r"a file's name", "a file"),
+)
+"""Words for what a setting may be, each behind a pattern of the words in errors."""
 _HEAD = f"""# Settings
 
 {NOTE}
@@ -30,8 +37,10 @@ unknown key or variable is an error. [`configs/reference.yaml`](../../configs/re
 same as a file with all defaults, which `pdproxy config init --all` prints; `pdproxy config print`
 prints what is in force, and `pdproxy config validate` checks it.
 
-What is used `at once` a running proxy takes from the changed file
-([how](../guide/operate.md#change-settings)); anything else needs a restart.
+What is used at once a running proxy takes from the changed file
+([how](../guide/operate.md#change-settings)). A number may have a fraction where its default has
+one; seconds are above 0, and a week at most. An option stands beside the setting that it sets, or
+in the setting's text.
 
 A variable's name is the setting's path in capitals, with two underscores between its parts:
 `{variable(("deadlines", "first_token"))}` is `deadlines.first_token`. Lists are comma separated.
@@ -57,24 +66,27 @@ def _default(field: Field) -> str:
     return code(spelled(field.default))
 
 
-def _accepts(kind: Any) -> str:
+def _accepts(field: Field, text: list[str]) -> str:
+    """Return what a setting may be, in short: the head says what is meant. Names that the text
+    explains are left out, and so is null where it is the default.
+    """
+    names = expectation(field.type).split(" or ")
+    explained = {line.split()[0] for line in text if line.startswith("  ")}
+    if names and explained.issuperset(names):
+        return "one of these"
+    words = _words(field.type)
+    return words if field.required or field.default is not None else words.removesuffix(" or null")
+
+
+def _words(kind: Any) -> str:
     if get_origin(kind) is tuple:
-        return f"a list: each {expectation(get_args(kind)[0])}"
-    if get_origin(kind) is dict:
-        return "a mapping of texts"
+        return f"a list: {_words(get_args(kind)[0])}"
     if get_origin(kind) in (Union, types.UnionType):
-        return " or ".join("null" if one is type(None) else _accepts(one) for one in get_args(kind))
-    if kind == Seconds:
-        return "seconds, above 0, up to a week"
-    match msgspec.inspect.type_info(kind):
-        case msgspec.inspect.IntType(ge=least, le=most):
-            return (
-                f"a whole number, {least} or more"
-                if most in (None, _UNBOUNDED)
-                else f"a whole number, {least} to {most}"
-            )
-        case _:
-            return expectation(kind)
+        return " or ".join("null" if one is type(None) else _words(one) for one in get_args(kind))
+    words = expectation(kind)
+    for pattern, short in _SHORT:
+        words = re.sub(pattern, short, words)
+    return words
 
 
 def _flags() -> dict[str, str]:
@@ -86,15 +98,25 @@ def _flags() -> dict[str, str]:
         if "." in action.dest and action.help is not argparse.SUPPRESS
     )
     return {
-        re.sub(r"\[\d*\]", "[]", one.dest): ", ".join(code(name) for name in one.option_strings)
+        command_line.setting_of(one): ", ".join(code(name) for name in one.option_strings)
         for one in shown
     }
 
 
-def _change(field: Field) -> str:
-    if field.live is None:
-        return "restart"
-    return "at once, but from and to 0" if field.live.is_switch else "at once"
+def _changes(fields: list[Field]) -> str:
+    """Return a sentence: when changes of a section's settings are used."""
+    restart = [code(one.name) for one in fields if one.live is None]
+    at_once = [code(one.name) for one in fields if one.live is not None]
+    switches = [code(one.name) for one in fields if one.live is not None and one.live.is_switch]
+    if len(at_once) < len(restart):
+        parts = ["A change needs a restart", _of(at_once, "it is used at once")]
+    else:
+        parts = ["A change is used at once", _of(restart, "behind a restart")]
+    return "; ".join(part for part in (*parts, _of(switches, "not from or to 0")) if part) + "."
+
+
+def _of(names: list[str], what: str) -> str:
+    return f"of {', '.join(names)} {what}" if names else ""
 
 
 def _text(lines: list[str]) -> str:
@@ -115,19 +137,25 @@ def page() -> str:
     parts = [_HEAD]
     for path, fields in _sections(Settings):
         words = meanings[path.removesuffix("[]")]
-        parts.append(f"## {path}\n\n{' '.join(cell(line) for line in words)}\n")
+        about = [*(cell(line) for line in words), _changes(fields)]
+        parts.append(f"## {path}\n\n{' '.join(about)}\n")
         rows = []
         for field in fields:
-            name = f"{path}.{field.name}"
+            text = meanings[name := f"{path}.{field.name}"]
+            if text == AS_THE_POOLS:
+                continue
+            option = flags.get(name, "")
+            is_named = option.strip("`") in " ".join(text)
             rows.append(
                 (
-                    code(field.name),
-                    cell(_accepts(field.type)),
+                    code(field.name) if is_named else f"{code(field.name)} {option}",
+                    cell(_accepts(field, text)),
                     _default(field),
-                    _change(field),
-                    flags.get(name, ""),
-                    _text(meanings[name]),
+                    _text(text),
                 )
             )
-        parts.append(table(("setting", "value", "default", "change", "option", "meaning"), rows))
+        if rows:
+            parts.append(table(("setting", "value", "default", "meaning"), rows))
+        else:
+            parts.append(f"As the pool's: {', '.join(code(one.name) for one in fields)}.\n")
     return "\n".join(parts)

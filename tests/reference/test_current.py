@@ -1,6 +1,6 @@
 """The files that come from the code are current, and hold what they should."""
 
-import argparse
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +11,8 @@ from tests.reference.generate import PAGES, made
 from tests.reference.markdown import COMMAND, ROOT, cell
 from tests.reference.texts import docstrings, texts
 
+AS_OF = re.compile(r"as\sof\s\[`(pdproxy [^`]+)`\]")
+
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_current(name: str) -> None:
@@ -19,25 +21,36 @@ def test_a_page_is_current(name: str) -> None:
 
 
 def test_every_command_and_option_is_there() -> None:
+    """In the command's own section, or in one that it names."""
     page = made("docs/reference/cli.md")
+    sections = {of.prog: _section(page, of.prog) for of in command_line.ends(command_line.parser())}
     found = 0
-    for of in _ends(command_line.parser()):
-        section = page.partition(f"\n## {of.prog}\n")[2].partition("\n## ")[0]
-        shown = (
-            one for one in of._actions if one.help is not argparse.SUPPRESS and one.dest != "help"
-        )
-        for name in (name for one in shown for name in one.option_strings):
-            assert f"{name} " in section or f"{name}`" in section or f"{name}," in section, (
-                of.prog,
-                name,
-            )
+    for of in command_line.ends(command_line.parser()):
+        named = AS_OF.findall(sections[of.prog])
+        text = "".join(sections[prog] for prog in (of.prog, *named))
+        actions = [one for group in of._action_groups for one in command_line.shown(group)]
+        for name in (name for one in actions for name in one.option_strings):
+            assert f"{name} " in text or f"{name}`" in text or f"{name}," in text, (of.prog, name)
             found += 1
     assert found > 200
 
 
-def _ends(of: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
-    below = command_line.commands(of).values()
-    return [end for child in below for end in _ends(child)] if below else [of]
+def _section(page: str, prog: str) -> str:
+    return page.partition(f"\n## {prog}\n")[2].partition("\n## ")[0]
+
+
+def test_what_commands_have_in_common_is_there_once() -> None:
+    page = made("docs/reference/cli.md")
+    assert page.count("`--stage-config FILE`") == 1
+    assert page.count("`--host HOST` (`listen.host`)") == 1
+    assert AS_OF.findall(_section(page, "pdproxy health")) == ["pdproxy serve"]
+
+
+def test_a_label_of_several_metrics_is_explained_once() -> None:
+    page = made("docs/reference/metrics.md")
+    assert page.count("- `short_prompt`:") == 1
+    assert "\n- those of [pdproxy_alone_total](#pdproxy_alone_total)\n- `none`:" in page
+    assert page.count("`node`:") == 1
 
 
 def test_every_setting_is_there_with_its_text() -> None:

@@ -114,19 +114,13 @@ def test_a_declaration_is_all_that_a_metric_needs(changed: dict[str, str], tmp_p
     assert samples(after) == samples(before) | {"bananas_thrown_total": 2.0}
     rows = [line for line in reference.splitlines() if line.startswith("| `pdproxy_banana")]
     assert rows == [
-        "| `pdproxy_banana_age_seconds` | gauge | seconds |  | most | Age of the ripest banana |",
-        "| `pdproxy_banana_seconds` | histogram | seconds |  | sum | Seconds that a banana takes |",
-        "| `pdproxy_bananas` | gauge | bananas |  | sum | Bananas that are left |",
-        (
-            "| `pdproxy_bananas_eaten_total` | counter | bananas | `how` | sum | Bananas that were "
-            "eaten |"
-        ),
-        (
-            "| `pdproxy_bananas_thrown_total` | counter | bananas |  | sum | Bananas that were "
-            "thrown |"
-        ),
+        "| `pdproxy_banana_age_seconds` |  | gauge, seconds, most | Age of the ripest banana |",
+        "| `pdproxy_banana_seconds` |  | histogram | Seconds that a banana takes |",
+        "| `pdproxy_bananas` |  | gauge, bananas, sum | Bananas that are left |",
+        "| `pdproxy_bananas_eaten_total` | `how` | counter, bananas | Bananas that were eaten |",
+        "| `pdproxy_bananas_thrown_total` |  | counter, bananas | Bananas that were thrown |",
     ]
-    assert "### pdproxy_bananas_eaten_total\n\n| label | value | meaning |\n" in reference
+    assert "### pdproxy_bananas_eaten_total\n\n`how`:\n\n- `whole`: " in reference
 
 
 def test_several_workers_show_it_by_its_rule(changed: dict[str, str], tmp_path: Path) -> None:

@@ -76,12 +76,15 @@ del os.environ[name]
 # pages
 row = next(line for line in settings.page().splitlines() if "max_bananas" in line)
 assert row == (
-    "| `max_bananas` | a whole number, 1 or more | `7` | at once | `--max-bananas` "
+    "| `max_bananas` `--max-bananas` | 1 or more | `7` "
     "| Fruit that is held at once. <br>`ripe`: what can be eaten |"
 ), row
+about = settings.page().partition("\\n## limits\\n\\n")[2].partition("\\n\\n")[0]
+assert "A change is used at once; of `stalk`, `monkeys` behind a restart; " in about, about
+assert "; of `bunch`, " in about and about.endswith(" not from or to 0."), about
 comment = "  # Fruit that is held at once.\\n  #   ripe    what can be eaten\\n"
 assert comment + "  max_bananas: 7\\n" in reference_file.page()
-assert "fruit that is held at once (default: 7)" in command_line.page()
+assert "`--max-bananas N` (`limits.max_bananas`)" in command_line.page()
 
 # a running proxy
 async def reload():
