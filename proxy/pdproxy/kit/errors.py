@@ -59,6 +59,8 @@ class Wait(Enum):
     ENGINE = "engine"  # deadlines.queue
     CANARY = "canary"  # health.canary_timeout
     DNS = "dns"  # dns.timeout
+    KUBERNETES = "kubernetes"  # kubernetes.timeout
+    WATCH = "watch"  # kubernetes.silence
     WEBSOCKET_IDLE = "websocket_idle"
     PONG = "pong"  # a WebSocket's client that does not answer a ping
 

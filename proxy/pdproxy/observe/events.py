@@ -227,6 +227,8 @@ _OTHER_WAITS = {
     Wait.ENGINE: "deadlines.queue, for an engine that stands still",
     Wait.CANARY: "health.canary_timeout",
     Wait.DNS: "dns.timeout",
+    Wait.KUBERNETES: "kubernetes.timeout",
+    Wait.WATCH: "kubernetes.silence",
     Wait.PONG: "20 s, for a WebSocket's client that answers no ping",
 }
 WAITS = tuple((wait.value, _OTHER_WAITS.get(wait, f"deadlines.{wait.value}")) for wait in Wait)

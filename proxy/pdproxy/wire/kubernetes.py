@@ -5,7 +5,11 @@ The rest of an object is not kept: `managedFields` alone are often most of it.
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
+
 import msgspec
+
+T = TypeVar("T")
 
 
 class Renamed(msgspec.Struct, frozen=True, rename="camel"):
@@ -100,3 +104,35 @@ class InferencePool(Renamed, frozen=True):
 
     metadata: Metadata = Metadata()
     spec: InferencePoolSpec = InferencePoolSpec()
+
+
+class PageMetadata(Renamed, frozen=True):
+    """Which version of a collection a list shows. `continue_`: names the next page, "" if there is
+    none.
+    """
+
+    resource_version: str
+    continue_: str = msgspec.field(default="", name="continue")
+
+
+class Page(msgspec.Struct, Generic[T], frozen=True):
+    """A page of a list."""
+
+    metadata: PageMetadata
+    items: list[T]
+
+
+class Event(msgspec.Struct, frozen=True):
+    """A line of a watch. `type`: ADDED, MODIFIED and DELETED have an object, BOOKMARK has one with
+    nothing but a version, ERROR has a `Status`.
+    """
+
+    type: str
+    object: msgspec.Raw
+
+
+class Status(Renamed, frozen=True):
+    """An error of the API server. `code`: of HTTP."""
+
+    message: str = ""
+    code: int = 0
