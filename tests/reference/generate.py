@@ -7,7 +7,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from tests.reference import admin, command_line, metrics, reference_file, routes, rules, settings
+from tests.reference import (
+    admin,
+    chart,
+    command_line,
+    metrics,
+    reference_file,
+    routes,
+    rules,
+    settings,
+)
 from tests.reference.boards import BOARDS
 from tests.reference.markdown import ROOT, wrapped
 
@@ -19,6 +28,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/admin-api.json": admin.page,
     "configs/reference.yaml": reference_file.page,
     "configs/prometheus/rules.yml": rules.page,
+    "configs/chart/values.schema.json": chart.schema,
+    "configs/chart/files/seconds.json": chart.seconds,
     **{f"configs/dashboards/{board.name}.json": board.page for board in BOARDS},
 }
 

@@ -195,7 +195,7 @@ def test_wrong_settings_are_one_line_and_exit_2(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("config", "pdproxy config: ACTION is missing: expected init, print, validate"),
+        ("config", "pdproxy config: ACTION is missing: expected init, print, validate, schema"),
         ("serve --decode", "pdproxy serve: --decode: expected at least one argument"),
         ("serve --prefil a:1", "pdproxy serve: unknown option --prefil: did you mean --prefill?"),
         ("serve --prefil=a:1", "pdproxy serve: unknown option --prefil: did you mean --prefill?"),

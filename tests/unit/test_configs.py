@@ -30,7 +30,7 @@ from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.server import SimServer
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 PROXIES = {"proxy": "", "gpu-proxy": "gpu-"}
 """Each proxy, with the prefix of its engines' names."""
 VARIABLE = re.compile(r"\$(?:\$|\{(?P<name>\w+):-(?P<default>[^}]*)\})")

@@ -18,9 +18,8 @@ from pdproxy.settings.section import Section
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 VALUES: tuple[object, ...] = (
-    *(None, True, False, -1, 0, 1, 0.5, 70_000, 10**12, "", "x", "a b", "off", "auto", "nixl"),
-    *("split", "least_load", "always", "none", "127.0.0.1", [], ["x"], [""], {}),
-    *({"x": "y"}, {"x": ""}),
+    *(None, True, False, -1, 0, 1, 0.5, 70_000, 10**12, [], ["x"], [""], {}, {"x": "y"}, {"x": ""}),
+    *("", "x", "a b", "off", "auto", "nixl", "split", "least_load", "always", "none", "127.0.0.1"),
 )
 
 

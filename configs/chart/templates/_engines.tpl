@@ -1,0 +1,79 @@
+{{- /* The engines of the values, each complete: what it has from engineDefaults, the name of its pool, and the
+revision. Engines of one model and one connector are a pool, and a pool has one revision: it changes with the
+image of one of them, and with each flag that may change the KV. */ -}}
+{{- define "pdproxy.engines" -}}
+{{- $engines := list }}
+{{- $pools := dict }}
+{{- $names := dict }}
+{{- range .Values.engines }}
+{{- $engine := include "pdproxy.merged" (list $.Values.engineDefaults .) | fromJson }}
+{{- if hasKey $names $engine.name }}
+{{- fail (printf "engines: two entries have the name %s" $engine.name) }}
+{{- end }}
+{{- $_ := set $names $engine.name true }}
+{{- if and (not $engine.model) (not $engine.simulated) }}
+{{- fail (printf "engines: %s has no model: set it, or engineDefaults.model" $engine.name) }}
+{{- end }}
+{{- $_ := set $engine "model" (ternary "sim" $engine.model $engine.simulated) }}
+{{- $_ := set $engine "modelLabel" (include "pdproxy.modelLabel" $engine.model) }}
+{{- $_ := set $engine "pool" (printf "%s-%s" $engine.modelLabel $engine.connector) }}
+{{- $_ := set $engine "transfer" (include "pdproxy.transfer" $engine) }}
+{{- if $engine.simulated }}
+{{- $_ := set $engine "imageName" (include "pdproxy.image" (list $.Values.image $.Chart.AppVersion)) }}
+{{- else }}
+{{- $_ := set $engine "imageName" (include "pdproxy.image" (list $engine.image "latest")) }}
+{{- end }}
+{{- $kv := printf "%s %s %s" $engine.imageName $engine.transfer (include "pdproxy.kvArgs" $engine) }}
+{{- $kv = printf "%s %s %v %v" $kv $engine.model $engine.tensorParallelSize $engine.dataParallelSize }}
+{{- $_ := set $pools $engine.pool (append (get $pools $engine.pool | default list) (printf "%s %s" $engine.role $kv)) }}
+{{- $engines = append $engines $engine }}
+{{- end }}
+{{- range $engines }}
+{{- $_ := set . "revision" (get $pools .pool | uniq | sortAlpha | join "\n" | sha256sum | trunc 10) }}
+{{- end }}
+{{- dict "engines" $engines | toJson }}
+{{- end }}
+
+{{- /* --kv-transfer-config of an engine; nothing for one that moves no KV. */ -}}
+{{- define "pdproxy.transfer" -}}
+{{- if ne .role "aggregated" }}
+{{- $names := dict "nixl" "NixlConnector" "nixl-push" "NixlPushConnector" "mooncake" "MooncakeConnector" }}
+{{- $roles := dict "prefill" "kv_producer" "decode" "kv_consumer" "any" "kv_both" }}
+{{- $config := dict "kv_role" (get $roles .role) }}
+{{- if hasKey $names .connector }}
+{{- $_ := set $config "kv_connector" (get $names .connector) }}
+{{- end }}
+{{- $config = include "pdproxy.merged" (list $config .kvTransferConfig) | fromJson }}
+{{- if not $config.kv_connector }}
+{{- fail (printf "engines: %s: connector %s needs kvTransferConfig.kv_connector" .name .connector) }}
+{{- end }}
+{{- toJson $config }}
+{{- end }}
+{{- end }}
+
+{{- /* The flags of `args` that may change the KV, each with its values. */ -}}
+{{- define "pdproxy.kvArgs" -}}
+{{- $kept := list }}
+{{- $keep := true }}
+{{- $without := .argsWithoutKv }}
+{{- range .args }}
+{{- $word := toString . }}
+{{- if hasPrefix "-" $word }}
+{{- $keep = not (has (splitList "=" $word | first) $without) }}
+{{- end }}
+{{- if $keep }}
+{{- $kept = append $kept $word }}
+{{- end }}
+{{- end }}
+{{- join " " $kept }}
+{{- end }}
+
+{{- /* Seconds in which an engine that is to end waits for its requests. */ -}}
+{{- define "pdproxy.drainSeconds" -}}
+{{- $engine := index . 1 }}
+{{- if kindIs "invalid" $engine.drainSeconds }}
+{{- include "pdproxy.seconds" (list (index . 0) "deadlines" "engine_drain") | float64 | ceil | add 10 }}
+{{- else }}
+{{- $engine.drainSeconds }}
+{{- end }}
+{{- end }}

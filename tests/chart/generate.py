@@ -1,0 +1,45 @@
+"""Makes the files that Helm renders from the chart: `python -m tests.chart.generate`.
+
+`configs/kubernetes/2p2d.yaml` is for those who have no Helm. The others are for readers of changes
+of the chart, and are below this folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.chart.render import ROOT, text_of
+from tests.chart.sets import SETS
+
+_HEAD = """\
+# Two prefill and two decode engines (vLLM, Qwen3-0.6B, a GPU each), and two proxies: what
+# `helm template` makes of configs/chart with these values:
+#
+#   engineDefaults: {model: Qwen/Qwen3-0.6B}
+#   engines:
+#     - {name: prefill, role: prefill, replicas: 2}
+#     - {name: decode, role: decode, replicas: 2, args: [--max-num-seqs=256]}
+#
+# Put the name of your image in place of pdproxy:0.1.0, and your namespace in place of `default` at
+# the subject of the RoleBinding. Then: kubectl apply -f configs/kubernetes/2p2d.yaml
+#
+# Made by `python -m tests.chart.generate`: edit the chart.
+"""
+
+
+def _manifest() -> str:
+    return _HEAD + text_of(SETS["2p2d"], "--no-hooks", namespace="default")
+
+
+FILES: dict[str, Callable[[], str]] = {
+    "configs/kubernetes/2p2d.yaml": _manifest,
+    "tests/chart/golden/pods_of_two_namespaces.yaml": lambda: text_of(
+        SETS["pods that are there, of two namespaces"]
+    ),
+}
+
+if __name__ == "__main__":
+    for name, made in FILES.items():
+        (ROOT / name).parent.mkdir(exist_ok=True)
+        (ROOT / name).write_text(made())
+        print(f"wrote {name}")
