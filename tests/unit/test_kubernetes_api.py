@@ -115,7 +115,8 @@ async def test_a_plugin_may_say_who_asks(version: str, tmp_path: Path) -> None:
             told = json.loads(os.environ["KUBERNETES_EXEC_INFO"])
             token = pathlib.Path(sys.argv[1]).read_text()
             if token == "hang":
-                pathlib.Path(sys.argv[1]).with_name("pid").write_text(f"{os.getpid()} {os.getppid()}")
+                pids = f"{os.getpid()} {os.getppid()}"
+                pathlib.Path(sys.argv[1]).with_name("pid").write_text(pids)
                 time.sleep(60)
             print(json.dumps({**told, "status": {"token": token} if token else {}}))
         """)
