@@ -93,17 +93,20 @@ def test_metrics_of_all_kinds_are_there(name: str) -> None:
     assert f"| `{name}` |" in made("docs/reference/metrics.md")
 
 
-def test_routes_keep_their_text_and_get_their_table(
+def test_routes_keep_their_text_and_get_their_tables(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     page = tmp_path / "routes.md"
-    page.write_text(f"# Routes\n\nBefore.\n\n{routes.HEADER}| -- | -- |\n| old | row |\n\nAfter.\n")
+    page.write_text(f"Before.\n\n{routes.BEGIN}\n| old | row |\n\n{routes.END}\nAfter.\n")
     monkeypatch.setattr(routes, "PAGE", page)
     text = routes.page()
-    assert text.startswith("# Routes\n\nBefore.\n\n| path |")
-    assert text.endswith("\n\nAfter.\n")
+    assert text.startswith(f"Before.\n\n{routes.BEGIN}\n`split`, for clients:\n\n| path |")
+    assert text.endswith(f"\n\n{routes.END}\nAfter.\n")
     assert "old" not in text
     assert text.count("| `/") == len(TABLE)
+    page.write_text("Before.\n")
+    with pytest.raises(ValueError, match="lacks"):
+        routes.page()
 
 
 def test_text_is_shown_as_it_is() -> None:
