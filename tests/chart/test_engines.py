@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
+import shlex
 from typing import Any
 
 import pytest
+import yaml
 
 from pdproxy.settings.kubernetes import Kubernetes, PodsUrl, kubernetes_url
 from tests.chart.pod_security import against_baseline
-from tests.chart.render import Objects, of_kind, pod_of, rendered, settings_of
+from tests.chart.render import CHART, ROOT, Objects, of_kind, pod_of, rendered, settings_of
 from tests.chart.sets import ENGINES, QWEN, SETS
+from tests.unit.test_configs import simulated
 
+VLLM = frozenset((ROOT / "tests" / "reference" / "vllm_names.txt").read_text().split("\n"))
 CONNECTORS = {
     "nixl": "NixlConnector",
     "nixl-push": "NixlPushConnector",
@@ -75,6 +79,26 @@ def test_other_engines_reach_the_side_channel_at_the_pods_own_address(name: str)
         ranks = 4 if name == "data parallelism" else 1
         ports = [one["containerPort"] for one in container["ports"] if one["name"] != "http"]
         assert ports == [*range(int(first), int(first) + ranks)]
+
+
+@pytest.mark.parametrize("name", [name for name in SETS if SETS[name].get("engines")])
+def test_each_engine_knows_its_flags(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = rendered(SETS[name])
+    for one in SETS[name]["engines"]:
+        container = engine_of(objects, one["name"])
+        words = [word.partition("=")[0] for word in container["args"] if word.startswith("-")]
+        if container["command"] == ["vllm", "serve"]:
+            variables = [it["name"] for it in container["env"] if it["name"].startswith("VLLM_")]
+            assert {*words, *variables} <= VLLM
+        else:
+            service = {"command": shlex.join(["sim", *container["args"]])}
+            facts, host, port = simulated(monkeypatch, service)
+            assert (facts.role, host, port) == (one["role"], "0.0.0.0", 8000)
+
+
+def test_flags_that_change_no_kv_are_flags() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert {*values["engineDefaults"]["argsWithoutKv"]} <= VLLM
 
 
 def test_gpus_are_as_many_as_the_flags_say() -> None:

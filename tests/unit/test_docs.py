@@ -71,7 +71,9 @@ def names_in(text: str) -> set[str]:
     return {
         name
         for name in names
-        if name.partition(".")[0] in PACKAGES | SECTIONS and not FILE.fullmatch(name)
+        if name.partition(".")[0] in PACKAGES | SECTIONS
+        and not FILE.fullmatch(name)
+        and name != "pdproxy.dev"  # labels of pods
     }
 
 

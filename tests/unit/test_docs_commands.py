@@ -28,8 +28,8 @@ PAGES = [
 OPERATORS = {"&&", "||", ";", "|", "&", "\n"}
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 FLAG = re.compile(r"--[a-z][\w-]*")
-OTHERS = {"--minutes", "--no-build-isolation"}
-"""Flags of other programs, which the pages name: `python -m tests.fuzz.run`, pip."""
+OTHERS = {"--minutes", "--no-build-isolation", "--skip-schema-validation"}
+"""Flags of other programs, which the pages name: `python -m tests.fuzz.run`, pip, Helm."""
 VLLM = frozenset((ROOT / "tests" / "reference" / "vllm_names.txt").read_text().split("\n"))
 PARSER, CHAOS = command_line.parser(), parser_of_options()
 COMMANDS = command_line.commands(PARSER)
