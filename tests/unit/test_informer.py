@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from pdproxy.fleet import informer
-from pdproxy.fleet.informer import ApiCollection, Found, Informer
+from pdproxy.fleet.informer import ApiCollection, Counts, Found, Informer
 from pdproxy.kit.errors import Wait
 from pdproxy.settings.kubernetes import Kubernetes
 from pdproxy.upstream import kubernetes
@@ -51,11 +51,13 @@ class Follower:
         self.api = api
         self.said: list[Found[Pod]] = []
         self.passed: list[Wait] = []
+        self.counts = Counts()
         self.informer = Informer(
             ApiCollection(Pod, PATH, "app=vllm"),
             Client(settings).connection(),
             settings,
             self.take,
+            self.counts,
             lambda: chance,
         )
 
@@ -123,8 +125,8 @@ async def test_pods_come_and_go(api: KubernetesApi, follow: Follow) -> None:
         await f.has("b")
         api.put("b", metadata={"labels": {"app": "else"}})
         await f.has()
-        assert f.informer.lists == {"start": 1}
-        assert f.informer.events == {"added": 1, "deleted": 2}
+        assert f.counts.lists == {"start": 1}
+        assert f.counts.events == {"added": 1, "deleted": 2}
 
 
 async def test_a_long_list_has_pages(api: KubernetesApi, follow: Follow) -> None:
@@ -150,7 +152,7 @@ async def test_what_was_deleted_while_the_watch_was_cut_is_gone(
         api.delete("a")
         api.put("b", metadata=APP)
         await f.has("b")
-        assert f.informer.lists == {"start": 1}
+        assert f.counts.lists == {"start": 1}
         assert not [found.problem for found in f.said if found.problem]
 
 
@@ -169,7 +171,7 @@ async def test_a_version_that_is_gone_has_a_list(
         for _ in range(5):
             api.put("b", metadata=APP)
         await f.has("b")
-        assert f.informer.lists == {"start": 1, "expired": 1}
+        assert f.counts.lists == {"start": 1, "expired": 1}
         assert not [found.problem for found in f.said if found.problem]
 
 
@@ -193,7 +195,7 @@ async def test_pages_of_a_list_that_is_gone_have_a_list_from_the_start(
     api._list = forget_once  # type: ignore[assignment,method-assign]
     async with follow() as f:
         await f.has(*names[1:])
-        assert f.informer.lists == {"expired": 1}
+        assert f.counts.lists == {"expired": 1}
         assert all(found.objects is None or len(found.objects) == 5 for found in f.said)
 
 
@@ -206,7 +208,7 @@ async def test_a_server_that_is_behind_has_a_list(api: KubernetesApi, follow: Fo
         del api.objects["pods", "default", "b"]
         api.go_back(50)
         await f.has("a")
-        assert f.informer.lists == {"start": 1, "expired": 1}
+        assert f.counts.lists == {"start": 1, "expired": 1}
 
 
 async def test_a_server_that_is_behind_and_says_nothing_has_a_list_in_time(
@@ -220,8 +222,8 @@ async def test_a_server_that_is_behind_and_says_nothing_has_a_list_in_time(
         del api.objects["pods", "default", "a"]
         api.go_back(50)
         await f.has()
-        assert f.informer.lists["periodic"]
-        assert f.informer.lists["expired"] == 0
+        assert f.counts.lists["periodic"]
+        assert f.counts.lists["expired"] == 0
 
 
 async def test_a_watch_of_nothing_is_asked_anew_and_not_listed(
@@ -235,7 +237,7 @@ async def test_a_watch_of_nothing_is_asked_anew_and_not_listed(
         api.be_still()
         api.put("b", metadata=APP)
         await f.has("a", "b")
-        assert f.informer.lists == {"start": 1}
+        assert f.counts.lists == {"start": 1}
         assert f.passed[:1] == [Wait.WATCH]
 
 
@@ -247,18 +249,18 @@ async def test_bookmarks_keep_the_version_young(api: KubernetesApi, follow: Foll
         await f.has("a")
         for number in range(10):
             api.put(f"other-{number}")
-        seen = f.informer.events["bookmark"]
-        await until(lambda: f.informer.events["bookmark"] > seen + 1)
+        seen = f.counts.events["bookmark"]
+        await until(lambda: f.counts.events["bookmark"] > seen + 1)
         api.cut()
         api.put("b", metadata=APP)
         await f.has("a", "b")
-        assert f.informer.lists == {"start": 1}
+        assert f.counts.lists == {"start": 1}
 
 
 async def test_a_list_comes_from_time_to_time(api: KubernetesApi, follow: Follow) -> None:
     async with follow(relist=0.1) as f:
-        await until(lambda: f.informer.lists["periodic"] >= 2)
-        assert f.informer.lists["start"] == 1
+        await until(lambda: f.counts.lists["periodic"] >= 2)
+        assert f.counts.lists["start"] == 1
         assert not [found.problem for found in f.said if found.problem]
 
 
@@ -266,7 +268,7 @@ async def test_a_server_ends_watches_in_time(api: KubernetesApi, follow: Follow)
     """The next one begins at once, and is asked to last a while that differs by chance."""
     async with follow(watch_timeout=1, chance=1.0) as f:
         await until(lambda: api.answered["watch"] >= 2)
-        assert f.informer.lists == {"start": 1}
+        assert f.counts.lists == {"start": 1}
         assert api.asked[-1][1]["timeoutSeconds"] == "1"
     async with follow(watch_timeout=100, chance=1.0):
         await until(lambda: api.asked[-1][1].get("timeoutSeconds") == "120")
@@ -306,7 +308,7 @@ async def test_the_last_objects_stay_while_the_server_fails(
         api.delete("a")
         api.fault = ""
         await f.has()
-        assert f.informer.lists["failed"] >= 1
+        assert f.counts.lists["failed"] >= 1
         assert fault != "silent" or Wait.KUBERNETES in f.passed
 
 
@@ -335,7 +337,7 @@ async def test_a_token_that_was_replaced_is_read_again(
         api.cut()
         api.put("a", metadata=APP)
         await f.has("a")
-        assert f.informer.lists == {"start": 1}
+        assert f.counts.lists == {"start": 1}
         assert not [found.problem for found in f.said if found.problem]
         api.tokens = {"third"}
         api.cut()
@@ -402,4 +404,4 @@ async def test_an_informer_equals_its_server_whatever_happens(
                 await asyncio.sleep(0.005 * chance.random())
             api.fault = ""
             await f.has(*(name for _, _, name in api.objects))
-        assert f.informer.lists["expired"] + f.informer.lists["failed"] > 3
+        assert f.counts.lists["expired"] + f.counts.lists["failed"] > 3

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from pdproxy.app.parts import Parts
 from pdproxy.app.pool import PoolParts
+from pdproxy.fleet.informer import KINDS, REASONS, Counts
+from pdproxy.fleet.kubernetes_source import KubernetesSource
 from pdproxy.fleet.member import MembershipError
 from pdproxy.fleet.membership import ADMIN, SETTINGS
 from pdproxy.fleet.sources import EngineSource, FoundEngines, SourceAnswer, source_of
@@ -36,16 +38,18 @@ RESULTS = (
 )
 
 
+_SOURCE = Label("source", text="the URL that names engines, as in the settings")
+
+
 def _of_source(
     name: str, answers: str, engines: str, age: str
 ) -> tuple[Description, Description, Description]:
-    source = Label("source", text="the URL that names engines, as in the settings")
     return (
         counter(
-            f"pdproxy_{name}_answers_total", "answers", answers, source, Label("result", RESULTS)
+            f"pdproxy_{name}_answers_total", "answers", answers, _SOURCE, Label("result", RESULTS)
         ),
-        gauge(f"pdproxy_{name}_engines", "engines", engines, source, workers=MergeRule.MOST),
-        gauge(f"pdproxy_{name}_age_seconds", "seconds", age, source, workers=MergeRule.MOST),
+        gauge(f"pdproxy_{name}_engines", "engines", engines, _SOURCE, workers=MergeRule.MOST),
+        gauge(f"pdproxy_{name}_age_seconds", "seconds", age, _SOURCE, workers=MergeRule.MOST),
     )
 
 
@@ -62,8 +66,35 @@ METRICS = {
         "Engines that a name stands for",
         "Time since the last good answer about a name",
     ),
+    "kubernetes": _of_source(
+        "kubernetes",
+        "Answers about pods as engines (pods:// and inferencepool://)",
+        "Engines that pods have",
+        "Time since the API server has last shown which pods there are",
+    ),
 }
 """The metrics of sources, by their kind. None: of all kinds."""
+LEFT_OUT = gauge(
+    "pdproxy_source_left_out",
+    "engines",
+    "What a source has found that is no engine here: /ready says why",
+    _SOURCE,
+    workers=MergeRule.MOST,
+)
+EVENTS = counter(
+    "pdproxy_kubernetes_events_total",
+    "events",
+    "Events of watches of the Kubernetes API",
+    _SOURCE,
+    Label("type", tuple((name, f"{kind} in the API") for kind, name in KINDS.items())),
+)
+LISTS = counter(
+    "pdproxy_kubernetes_lists_total",
+    "lists",
+    "Lists of all pods, or of an InferencePool",
+    _SOURCE,
+    Label("reason", REASONS),
+)
 
 
 class _New(NamedTuple):
@@ -74,6 +105,7 @@ class _New(NamedTuple):
 
 class _Followed(NamedTuple):
     engines: FoundEngines
+    source: EngineSource
     task: asyncio.Task[None]
 
 
@@ -150,7 +182,7 @@ class Sources:
         self._half_applied = False
         wanted = {(at, engine.url) for at, pool in enumerate(pools) for engine in pool.source_nodes}
         for key in [key for key in self._followed if key not in wanted]:  # from here nothing fails
-            engines, task = self._followed.pop(key)
+            engines, _, task = self._followed.pop(key)
             self._proxy.tasks.end(task)
             engines.give_up()
         self._follow(new, are_new=True)
@@ -219,7 +251,7 @@ class Sources:
             task = proxy.tasks.keep(
                 partial(source.run, partial(self._answered, engines)), engines.name
             )
-            self._followed[at, engine.url] = _Followed(engines, task)
+            self._followed[at, engine.url] = _Followed(engines, source, task)
         if self._followed and not self._is_shown:
             self._is_shown = True
             proxy.readiness.why_starting = self.why_starting
@@ -228,6 +260,7 @@ class Sources:
             )
             for kind in METRICS:
                 self._show(kind)
+            self._show_informers()
 
     def _answered(self, engines: FoundEngines, answer: SourceAnswer) -> None:
         try:
@@ -256,6 +289,35 @@ class Sources:
         )
         show(engines, lambda: [((one.name,), one.count) for one in found()])
         show(age, ages)
+
+    def _show_informers(self) -> None:
+        """Show what sources leave out, and how pods are followed."""
+        show = self._proxy.observers.show
+
+        def followed() -> list[tuple[str, Counts]]:
+            return [
+                (one.engines.name, one.source.counts)
+                for one in self._followed.values()
+                if isinstance(one.source, KubernetesSource)
+            ]
+
+        show(LEFT_OUT, lambda: [((one.name,), one.left_out) for one in self.found])
+        show(
+            EVENTS,
+            lambda: [
+                ((name, kind), counts.events[kind])
+                for name, counts in followed()
+                for kind in KINDS.values()
+            ],
+        )
+        show(
+            LISTS,
+            lambda: [
+                ((name, why), counts.lists[why])
+                for name, counts in followed()
+                for why, _ in REASONS
+            ],
+        )
 
 
 def _pool_of(url: str, pools: Sequence[PoolParts]) -> str | None:

@@ -73,15 +73,36 @@ class Found(Generic[T]):
 
 
 class ApiCollection(NamedTuple, Generic[T]):
-    """Which objects: those of a path that a label selector selects. "": all."""
+    """Which objects: those of a path. `selector`: of labels, "" selects all; `name`: the only
+    one's, "": any.
+    """
 
     kind: type[T]
     path: str
     selector: str = ""
+    name: str = ""
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """Those of a request for them."""
+        found = {"labelSelector": self.selector} if self.selector else {}
+        return found | ({"fieldSelector": f"metadata.name={self.name}"} if self.name else {})
+
+
+class Counts:
+    """What informers have done. `lists`: by their reason, as in `REASONS`; `events`: by their type,
+    as in `KINDS`.
+    """
+
+    def __init__(self) -> None:
+        self.lists: Counter[str] = Counter()
+        self.events: Counter[str] = Counter()
 
 
 class Informer(Generic[T]):
-    """Follows one collection. `chance`: from 0 to 1, for the jitter."""
+    """Follows one collection. `counts`: where it counts what it does. `chance`: from 0 to 1, for
+    the jitter.
+    """
 
     def __init__(
         self,
@@ -89,12 +110,14 @@ class Informer(Generic[T]):
         connection: ApiConnection,
         times: Kubernetes,
         found: Callable[[Found[T]], None],
+        counts: Counts,
         chance: Callable[[], float] = random.random,
     ) -> None:
         self._collection = collection
         self._connection = connection
         self._times = times
         self._found = found
+        self._counts = counts
         self._chance = chance
         self._page = msgspec.json.Decoder(Page[collection.kind])  # type: ignore[name-defined]
         self._event = msgspec.json.Decoder(Event)
@@ -108,10 +131,6 @@ class Informer(Generic[T]):
         self._expired = False
         """Whether no watch has worked since the version was gone."""
         self._problem: str | None = None
-        self.lists: Counter[str] = Counter()
-        """Lists by their reason, as in `REASONS`."""
-        self.events: Counter[str] = Counter()
-        """Events by their type, as in `KINDS`."""
 
     def __repr__(self) -> str:
         return f"<Informer {self._collection.path} {self._collection.selector}>"
@@ -170,9 +189,7 @@ class Informer(Generic[T]):
     async def _list(self, reason: str) -> None:
         """Have all objects, and none besides."""
         objects: dict[tuple[str, str], T] = {}
-        parameters = {"limit": str(PAGE)}
-        if self._collection.selector:
-            parameters["labelSelector"] = self._collection.selector
+        parameters = {"limit": str(PAGE), **self._collection.parameters}
         for _ in range(MAX_PAGES):
             body = await self._connection.get(self._collection.path, parameters)
             try:
@@ -187,7 +204,7 @@ class Informer(Generic[T]):
             parameters["continue"] = page.metadata.continue_
         else:
             raise ApiError(f"a list of more than {MAX_PAGES} pages")
-        self.lists[reason] += 1
+        self._counts.lists[reason] += 1
         self._objects, self._version, self._due = objects, page.metadata.resource_version, None
         loop = asyncio.get_running_loop()
         self._relist_at = loop.time() + self._jittered(self._times.relist, 1 - JITTER)
@@ -203,9 +220,8 @@ class Informer(Generic[T]):
             "allowWatchBookmarks": "true",
             "resourceVersion": self._version,
             "timeoutSeconds": str(round(self._jittered(self._times.watch_timeout, 1.0)) or 1),
+            **self._collection.parameters,
         }
-        if self._collection.selector:
-            parameters["labelSelector"] = self._collection.selector
         async with self._connection.watch(self._collection.path, parameters) as lines:
             begins = loop.call_later(SHORT, self._works)
             end = loop.time() + SHORT
@@ -254,7 +270,7 @@ class Informer(Generic[T]):
         kind = KINDS.get(event.type)
         if kind is None:
             raise ApiError("a watch with an event of an unknown type")
-        self.events[kind] += 1
+        self._counts.events[kind] += 1
         if kind == "error":
             status = msgspec.json.decode(event.object, type=Status)
             raise ApiError(
