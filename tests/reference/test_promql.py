@@ -105,5 +105,7 @@ def test_each_alert_has_a_section_that_says_what_to_do() -> None:
     sections = (ROOT / PAGE).read_text().split("\n## Pdproxy")[1:]
     assert [f"Pdproxy{one.splitlines()[0]}" for one in sections] == [one.name for one in ALERTS]
     for one in sections:
-        parts = [line.partition(":")[0] for line in one.splitlines() if line.startswith("- **")]
-        assert parts == ["- **Meaning**", "- **Cause**", "- **What to do**"], one.splitlines()[0]
+        name, _, meaning, *lines = one.splitlines()
+        assert meaning[0].isupper(), name
+        parts = [line.partition(":")[0] for line in lines if line.startswith("- **")]
+        assert parts == ["- **Cause**", "- **Do**"], name
