@@ -30,6 +30,7 @@ from tests.reference.panels import Board, Kind, Panel
 
 _NOTIFIER = "the notifier on the engines (pdproxy notifier)"
 _EVENTS = "KV events of the engines (pools[].kv_events.enabled)"
+_STUCK = "a prefill that failed with a connector whose legs run at once (nixl-push, mooncake)"
 _TURNS = "turns that hand KV back (pools[].turns.bidirectional)"
 MOVES = [
     Panel(
@@ -107,13 +108,13 @@ HANDLES = [
         "Requests that may wait for KV for ever",
         "An upper bound, of each decode engine. They keep their blocks until the engine restarts.",
         [(OF.now(KV_STUCK).sum("node"), "{node}")],
-        needs="a connector whose legs run at once, such as nixl-push or mooncake",
+        needs=_STUCK,
     ),
     Panel(
         "Age of the oldest of these",
         "Of each decode engine.",
         [(OF.now(KV_STUCK_AGE).max("node"), "{node}")],
-        needs="a connector whose legs run at once, such as nixl-push or mooncake",
+        needs=_STUCK,
     ),
     Panel(
         "Notices",
@@ -131,7 +132,7 @@ HANDLES = [
         "Chunks in receive buffers",
         "Chunks of KV that may be in a decode engine's receive buffer.",
         [(OF.now(KV_BUFFER_SLOTS).sum("node"), "{node}")],
-        needs="LMCache's PD mode",
+        needs="LMCache's PD mode (lmcache.pd_buffer_size and lmcache.kv_bytes_per_token)",
     ),
 ]
 CACHES = [
