@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import trustme
 
+from pdproxy.app.credentials import CERTIFICATE_END
 from pdproxy.cli.main import main
 from pdproxy.observe.events import RequestEnded
 from pdproxy.settings.schema import Settings
@@ -282,6 +283,7 @@ async def test_a_certificate_that_expires_is_reported(
             assert line.endswith(f"{ends:%Y-%m-%d %H:%M} UTC{said}")
             assert line in w.proxy.credentials.shortcomings()
             assert line in w.proxy.credentials.warnings()
+            assert w.metric(CERTIFICATE_END.name) == int(ends.timestamp())
             tls = ["--ssl-certfile", ours.certificate, "--ssl-keyfile", ours.key]
             assert main(["config", "validate", "--decode", "127.0.0.1:1", *tls]) == 0
             assert line in capsys.readouterr().err

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
+from pdproxy.app.credentials import CERTIFICATE_END
 from pdproxy.cli.main import main
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineTlsError, Wait
@@ -121,6 +122,16 @@ async def test_an_engine_may_ask_for_our_certificate(ours: Side, theirs: Side) -
     mine = {"certificate": ours.certificate, "key": ours.key}
     async with world(adjust=behind(ca=theirs.authority, **mine), engine_tls=wants) as w:
         assert (await w.ask(COMPLETIONS, completion())).text == TEXT
+        ends = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=1)
+        ours.sign(not_after=ends)
+        w.look_at_files()
+        (line,) = (await w.get("/ready")).json["details"]
+        assert line.startswith(f"pools[0].tls.certificate: {ours.certificate}: expires at ")
+        shown = w.metric(CERTIFICATE_END.name, setting="pools[0].tls.certificate")
+        assert shown == int(ends.timestamp())
+        for engine in w.engines:
+            w.proxy.credentials.forget(engine.url)
+        assert w.metric(CERTIFICATE_END.name) == 0 == len(w.proxy.credentials.shortcomings())
     async with world(0, 1, adjust=behind(ca=theirs.authority), engine_tls=wants) as w:
         assert (
             "does it require a client certificate (tls.certificate)?"

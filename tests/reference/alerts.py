@@ -6,9 +6,10 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
+from pdproxy.app.credentials import CERTIFICATE_END, EXPIRES_SOON
 from pdproxy.app.gauges import STATE, TASK_RESTARTS
 from pdproxy.app.heartbeat import LOOP_LATENESS
-from pdproxy.app.reloading import RELOADED
+from pdproxy.app.reloading import REFUSED
 from pdproxy.app.sources import METRICS as SOURCES
 from pdproxy.deciding.engines_lost import SUSPECTED
 from pdproxy.deciding.local_admission import QUEUE
@@ -440,11 +441,19 @@ PROCESS = (
     Alert(
         "PdproxySettingsRefused",
         Severity.WARNING,
-        _OF.increase(RELOADED, "1h", {"result": "refused"}).above(0),
-        "0m",
-        "pdproxy {instance}: the settings can't be read again",
-        "The settings file was changed and can't be used: the old settings stay in force. GET "
-        "/ready says why.",
+        _OF.now(REFUSED).above(0),
+        "1m",
+        "pdproxy {instance}: the settings file can't be used",
+        "The file was changed and has mistakes: the former settings stay in force, and the process "
+        "could not start again. GET /ready says why.",
+    ),
+    Alert(
+        "PdproxyCertificateExpires",
+        Severity.WARNING,
+        _OF.now(CERTIFICATE_END).from_now().below(EXPIRES_SOON.total_seconds()),
+        "10m",
+        "pdproxy {instance}: the certificate of {setting} expires in {value}",
+        "It was not renewed. Behind its end, clients or engines refuse it.",
     ),
     Alert(
         "PdproxyFewOpenFiles",

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from pdproxy.app.credentials import CERTIFICATE_END
 from pdproxy.app.gauges import STATE, TASK_RESTARTS
 from pdproxy.app.heartbeat import LOOP_LATENESS
-from pdproxy.app.reloading import RELOADED
+from pdproxy.app.reloading import REFUSED
 from pdproxy.app.sources import METRICS as SOURCES
 from pdproxy.deciding.engines_lost import SUSPECTED
 from pdproxy.deciding.local_admission import QUEUE
@@ -34,6 +35,7 @@ from tests.reference.markdown import ROOT
 from tests.reference.promql import UP, of_process
 
 RULES = ROOT / "configs" / "prometheus" / "rules.yml"
+DAY = 86_400
 AT, EVERY = "30m", "30s"
 """When alerts are looked at, and how often series have values."""
 Input = dict[str, str]
@@ -269,8 +271,13 @@ CASES = [
     ),
     Case(
         "PdproxySettingsRefused",
-        [given(RELOADED, once(1), "refused")],
-        [given(RELOADED, once(1), "applied"), given(RELOADED, steady(2), "refused")],
+        [given(REFUSED, steady(1))],
+        [given(REFUSED, late(1))],
+    ),
+    Case(
+        "PdproxyCertificateExpires",
+        [given(CERTIFICATE_END, steady(2 * DAY), "listen.tls.certificate")],
+        [given(CERTIFICATE_END, steady(2.1 * DAY), "listen.tls.certificate")],
     ),
     Case(
         "PdproxyFewOpenFiles",

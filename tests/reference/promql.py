@@ -72,6 +72,10 @@ class Query:
         """Return the differences to them."""
         return self._with("-", other)
 
+    def from_now(self) -> Query:
+        """Return how many seconds from now the series' times are."""
+        return replace(self, text=f"{self.text} - time()")
+
     def _with(self, operator: str, other: Query) -> Query:
         if self.labels != other.labels:
             raise QueryError(f"{self.text} has other labels than {other.text}")
@@ -80,6 +84,10 @@ class Query:
     def above(self, bound: float) -> Query:
         """Return those of the series that are above a bound."""
         return replace(self, text=f"{self.text} > {bound:g}")
+
+    def below(self, bound: float) -> Query:
+        """Return those of the series that are below a bound."""
+        return replace(self, text=f"{self.text} < {bound:g}")
 
     def equal(self, value: float) -> Query:
         """Return those of the series that have a value."""

@@ -9,17 +9,19 @@ import logging
 import os
 import re
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from pdproxy.app.reloading import RELOADED, Reloading, SettingsSource
+from pdproxy.app.reloading import REFUSED, RELOADED, Reloading, SettingsSource
 from pdproxy.app.signals import Hangups
 from pdproxy.cli.options import files_of
 from pdproxy.fleet.member import MembershipError
 from pdproxy.kit.reloading_file import stamp
+from pdproxy.observe.description import Description
 from pdproxy.observe.events import Observers
 from pdproxy.observe.logs import configure, set_level
 from pdproxy.observe.metrics import Metrics
@@ -83,11 +85,16 @@ class File:
         await self.reloading.look()
 
     def results(self) -> dict[str, float]:
+        return {labels[0]: value for labels, value in self.shown(RELOADED).items()}
+
+    @property
+    def refused(self) -> float:
+        return self.shown(REFUSED)[()]
+
+    def shown(self, metric: Description) -> Mapping[tuple[str, ...], float]:
         metrics = Metrics()
         self.reloading.show(Observers([metrics]))
-        return {
-            labels[0]: value for labels, value in metrics.snapshot().values[RELOADED.name].items()
-        }
+        return metrics.snapshot().values[metric.name]
 
 
 async def test_a_process_that_takes_the_place_of_another_begins_with_the_files_as_they_are(
@@ -155,9 +162,11 @@ async def test_asked_for_it_is_read_at_once(file: File) -> None:
 )
 async def test_a_file_that_cannot_be_used_changes_nothing(file: File, text: str, why: str) -> None:
     """It is shown until it is good again, with no more than three lines."""
+    assert file.refused == 0
     file.write(text)
     await file.looked()
     assert file.members.sets == []
+    assert file.refused == 1
     (shown,) = file.reloading.shortcomings()
     assert shown.startswith("the settings can't be read again: ")
     assert why in shown
@@ -167,6 +176,7 @@ async def test_a_file_that_cannot_be_used_changes_nothing(file: File, text: str,
     file.write(FILE)
     await file.looked()
     assert file.reloading.shortcomings() == []
+    assert file.refused == 0
     assert file.results() == {"applied": 0, "unchanged": 1, "refused": 1}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 
+from pdproxy.app.credentials import CERTIFICATE_END
 from pdproxy.app.drained import DrainCheck
 from pdproxy.app.front import Front
 from pdproxy.app.gauges import show_memory, show_state
@@ -78,6 +79,7 @@ class Proxy(Parts):
             for pool in pools
         ]
         wrong = [proxy.tasks.shortcomings, credentials.shortcomings]
+        proxy.observers.show(CERTIFICATE_END, credentials.ends)
         for watched in (SlowClients(proxy.now), HeldLoop()):
             proxy.observers.add(watched)
             proxy.observers.show(PROBLEMS, watched.samples)

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import ssl
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -31,6 +32,7 @@ from pdproxy.app.valid_keys import (
 from pdproxy.fleet.engine import EngineCredentials
 from pdproxy.kit.reloading_file import ReloadingFile
 from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe.description import Label, MergeRule, Samples, gauge
 from pdproxy.serving.access.keys import Keys, digest
 from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import Mistakes, SettingsError
@@ -61,9 +63,39 @@ EXPIRES_SOON = timedelta(days=2)
 """How long before its end a certificate is reported. Authorities issue certificates for six days,
 renewed after three.
 """
-
-
+CERTIFICATE_END = gauge(
+    "pdproxy_certificate_expiration_timestamp_seconds",
+    "seconds",
+    "When a certificate of the proxy's own expires, in seconds since 1970: the one that clients "
+    "are shown, and those that engines are shown",
+    Label("setting", text="the certificate's setting, such as listen.tls.certificate"),
+    workers=MergeRule.LEAST,
+)
 T = TypeVar("T", bound=KeyValue)
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnCertificate:
+    """A certificate that the proxy shows. `refused_by`: who refuses it behind its end; `ends`:
+    None where that can't be read.
+    """
+
+    setting: str
+    path: str
+    refused_by: str
+    ends: datetime | None
+
+    def expiry(self, now: datetime) -> str | None:
+        """Return that it has expired or soon does, if it does."""
+        if self.ends is None or self.ends - EXPIRES_SOON > now:
+            return None
+        when = f"{self.ends:%Y-%m-%d %H:%M} UTC"
+        said = (
+            f"has expired at {when}: {self.refused_by} refuse it"
+            if self.ends <= now
+            else f"expires at {when}: renew it"
+        )
+        return f"{self.setting}: {self.path}: {said}"
 
 
 class Credentials:
@@ -120,6 +152,8 @@ class Credentials:
             Keys(lambda: self._in_force.operators) if auth.wants_admin_keys else Keys()
         )
         self._contexts: dict[EngineTls, Callable[[], ssl.SSLContext]] = {}
+        self._certificates: dict[ListenTls | EngineTls, _OwnCertificate] = {}
+        self._expiry_logged: list[str] = []
         self._unverified: list[str] = []
         self._engines: dict[str, EngineCredentials] = {}
         for at, pool in enumerate(settings.pools):
@@ -134,9 +168,6 @@ class Credentials:
         """Returns what connections of clients begin with, another one whenever files have changed;
         None: plain HTTP.
         """
-        self._certificate = listen.certificate
-        self._certificate_ends: datetime | None = None
-        self._expiry_logged: str | None = None
         if listen.certificate is not None:
             with found.collecting():
                 self.listen = self._listen_tls(listen)
@@ -246,7 +277,9 @@ class Credentials:
         used = {id(one) for left in self._engines.values() for one in (left.key, left.tls)}
         for unused in [one for one in (removed.key, removed.tls) if id(one) not in used]:
             self._followed = [one for one in self._followed if one is not unused]
-            self._contexts = {tls: one for tls, one in self._contexts.items() if one is not unused}
+            for tls in [tls for tls, one in self._contexts.items() if one is unused]:
+                del self._contexts[tls]
+                self._certificates.pop(tls, None)
 
     def engine_key(self, url: str) -> str | None:
         """Return the key of an engine."""
@@ -303,7 +336,7 @@ class Credentials:
     def start(self, tasks: TaskOwner) -> None:
         """Check the files from now on, in a task of this owner. Without files there is no task."""
         self._tasks = tasks
-        self._expiry_logged = next(iter(self._expiry()), None)  # one of `warnings`
+        self._expiry_logged = self._expiry()  # parts of `warnings`
         self._notes_logged = self._notes()
         self._follow_files()
 
@@ -311,9 +344,10 @@ class Credentials:
         """Check all files, now."""
         if [one for one in self._followed if one.reload_if_changed()]:
             self._combine()
-        expiry = next(iter(self._expiry()), None)
-        if self._told is None and expiry is not None and expiry != self._expiry_logged:
-            logger.warning("%s", expiry)
+        expiry = self._expiry()
+        for one in expiry:
+            if self._told is None and one not in self._expiry_logged:
+                logger.warning("%s", one)
         self._expiry_logged = expiry
         self._call_then()
 
@@ -434,9 +468,14 @@ class Credentials:
         if tls not in self._contexts:  # engines that share the files share the context
             files = [tls.ca, tls.certificate, tls.key]
             secrets = [tls.key or tls.certificate]
-            self._contexts[tls] = self._follow(
-                setting, files, lambda: engine_context(setting, tls), secrets=secrets
-            )
+
+            def read() -> ssl.SSLContext:
+                context = engine_context(setting, tls)
+                if tls.certificate is not None:
+                    self._note_end(tls, f"{setting}.certificate", tls.certificate, "engines")
+                return context
+
+            self._contexts[tls] = self._follow(setting, files, read, secrets=secrets)
         if tls.verify is False:
             self._unverified.append(engine.url)
         return self._contexts[tls]
@@ -447,24 +486,32 @@ class Credentials:
         def read() -> ListenerTls:
             context = listen_context(tls)
             assert tls.certificate is not None
-            self._certificate_ends = end_of_certificate(tls.certificate)
+            self._note_end(tls, "listen.tls.certificate", tls.certificate, "clients")
             return ListenerTls(context, authorities_of(context, tls.client_ca))
 
         secrets = [tls.key or tls.certificate, tls.key_password_file]
         return self._follow("listen.tls", paths, read, secrets=secrets)
 
-    def _expiry(self) -> Sequence[str]:
-        """Return whether the certificate for clients has expired or soon does, a line or none."""
-        ends = self._certificate_ends
-        if ends is None or ends - EXPIRES_SOON > (now := datetime.now(UTC)):
-            return ()
-        when = f"{ends:%Y-%m-%d %H:%M} UTC"
-        said = (
-            f"has expired at {when}: clients refuse it"
-            if ends <= now
-            else f"expires at {when}: renew it"
-        )
-        return (f"listen.tls.certificate: {self._certificate}: {said}",)
+    def _note_end(
+        self, tls: ListenTls | EngineTls, setting: str, path: str, refused_by: str
+    ) -> None:
+        ends = end_of_certificate(setting, path)
+        self._certificates[tls] = _OwnCertificate(setting, path, refused_by, ends)
+
+    def _expiry(self) -> list[str]:
+        """Return which certificates have expired or soon do, a line each."""
+        now = datetime.now(UTC)
+        found = [one.expiry(now) for one in self._certificates.values()]
+        return [one for one in found if one is not None]
+
+    def ends(self) -> Samples:
+        """Return when the proxy's own certificates expire; of several of one setting the first."""
+        found: dict[tuple[str, ...], float] = {}
+        for one in self._certificates.values():
+            if one.ends is not None:
+                key, ends = (one.setting,), one.ends.timestamp()
+                found[key] = min(ends, found.get(key, ends))
+        return found.items()
 
     def _follow_keys(
         self,

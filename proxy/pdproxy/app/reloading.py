@@ -15,7 +15,7 @@ from typing import Protocol
 
 from pdproxy.fleet.member import MembershipError
 from pdproxy.kit.reloading_file import stamp
-from pdproxy.observe.description import Label, counter
+from pdproxy.observe.description import Label, MergeRule, counter, gauge
 from pdproxy.observe.events import Observers
 from pdproxy.settings.changes import changes
 from pdproxy.settings.errors import SettingsError
@@ -37,6 +37,13 @@ RELOADED = counter(
     "reads",
     "How often the settings were read again, because a file has changed or at SIGHUP",
     Label("result", RELOADS),
+)
+REFUSED = gauge(
+    "pdproxy_settings_refused",
+    "bool",
+    "Whether the settings could not be used when they were read last: then the former ones are in "
+    "force, and the process could not start again",
+    workers=MergeRule.MOST,
 )
 
 
@@ -101,6 +108,7 @@ class Reloading:
     def show(self, observers: Observers) -> None:
         """Show the metrics."""
         observers.show(RELOADED, lambda: [((name,), count) for name, count in self._counts.items()])
+        observers.show(REFUSED, lambda: [((), float(self._failure is not None))])
 
     def soon(self) -> None:
         """Read the settings now: somebody asks for it."""

@@ -129,9 +129,9 @@ def listen_context(tls: ListenTls) -> ssl.SSLContext:
     return context
 
 
-def end_of_certificate(path: str) -> datetime | None:
-    """Return when the first certificate of a file (PEM) expires, the server's own; None if that
-    can't be read from it.
+def end_of_certificate(setting: str, path: str) -> datetime | None:
+    """Return when the first certificate of a file (PEM) expires, its owner's; None if that can't be
+    read from it. `setting` names the file in errors.
 
     Raises:
         SettingsError: the file can't be read.
@@ -140,9 +140,7 @@ def end_of_certificate(path: str) -> datetime | None:
     from cryptography import x509
 
     try:
-        return x509.load_pem_x509_certificates(read_file("listen.tls.certificate", path))[
-            0
-        ].not_valid_after_utc
+        return x509.load_pem_x509_certificates(read_file(setting, path))[0].not_valid_after_utc
     except ValueError as error:
         if isinstance(error, SettingsError):
             raise
