@@ -93,7 +93,7 @@ SETS: dict[str, dict[str, Any]] = {
                 "timeoutSeconds": 300,
             },
             "drainSeconds": 120,
-            "podDisruptionBudget": {},
+            "podDisruptionBudget": None,
             "image": {"digest": f"sha256:{'7' * 64}"},
         },
         "engines": _2P2D,
@@ -148,6 +148,7 @@ SETS: dict[str, dict[str, Any]] = {
         "networkPolicy": {
             "clients": [{"namespaceSelector": {"matchLabels": {"gateway": "yes"}}}],
             "monitoring": [{"namespaceSelector": {"matchLabels": {"monitoring": "yes"}}}],
+            "apiServer": [{"ipBlock": {"cidr": "10.0.0.1/32"}}],
             "egress": [{"to": [{"ipBlock": {"cidr": "10.9.0.0/16"}}]}],
         },
     },
@@ -190,6 +191,6 @@ SETS: dict[str, dict[str, Any]] = {
         "tolerations": [{"operator": "Exists"}],
         "affinity": {"nodeAffinity": {}},
         "service": {"type": "LoadBalancer", "port": 8080, "annotations": {"a": "b"}},
-        "podDisruptionBudget": {},
+        "podDisruptionBudget": None,
     },
 }

@@ -123,7 +123,9 @@ def test_a_proxy_has_the_time_that_its_longest_drain_takes(name: str) -> None:
     settings = settings_of(objects)
     longest = longest_drain(settings.deadlines, settings.listen.linger)
     given = pod_of(objects)["spec"]["terminationGracePeriodSeconds"]
-    assert given == 400 if "much of their own" in name and "proxies" in name else longest + 20
+    own = SETS[name].get("terminationGracePeriodSeconds")
+    assert given == (longest + 20 if own is None else own)
+    assert given > longest
 
 
 def test_a_linger_is_longer_than_it_takes_until_a_proxy_is_seen_to_stop() -> None:
@@ -193,6 +195,16 @@ def test_a_digest_wins_over_a_tag(image: dict[str, str], name: str) -> None:
     assert images == [name] * 4  # two kinds of engines, the proxy, the test
 
 
+def test_a_service_without_an_address_says_how_many_proxies_there_are() -> None:
+    objects = rendered(ENGINES)
+    name = settings_of(objects).replicas.name
+    (service,) = of_kind(objects, "Service", name)
+    assert service["spec"]["clusterIP"] == "None"
+    assert "publishNotReadyAddresses" not in service["spec"]  # who leaves does not count
+    command = pod_of(objects, "pdproxy-decode")["spec"]["containers"][0]["lifecycle"]["preStop"]
+    assert f"PDPROXY_SERVICES={name}" in command["exec"]["command"]
+
+
 # -- what selects pods
 
 
@@ -219,6 +231,43 @@ def test_each_selector_selects_the_pods_that_it_means(name: str) -> None:
             assert found == {"pdproxy"}, (kind, own)
         seen += 1
     assert seen > 2
+
+
+@pytest.mark.parametrize(
+    ("name", "budgets"),
+    [
+        ("2p2d", {owner: {"maxUnavailable": 1} for owner in ("", "-prefill", "-decode")}),
+        ("engines on RDMA, with much of their own", {"": {"maxUnavailable": 1}}),
+        (
+            "many proxies",
+            {
+                "": {"minAvailable": "50%"},
+                **{owner: {"maxUnavailable": 1} for owner in ("-prefill", "-decode")},
+            },
+        ),
+        ("nothing but proxies, with much of their own", {}),
+    ],
+)
+def test_a_budget_has_one_bound_or_is_not_there(name: str, budgets: dict[str, Any]) -> None:
+    """Helm adds what values say to the defaults; Kubernetes refuses a budget with both bounds."""
+    found = of_kind(rendered(SETS[name]), "PodDisruptionBudget")
+    bounds = {
+        one["metadata"]["name"].removeprefix("pdproxy"): {
+            key: value for key, value in one["spec"].items() if key != "selector"
+        }
+        for one in found
+    }
+    assert bounds == budgets
+
+
+def test_a_long_name_of_a_release_fits_into_the_names_of_its_services() -> None:
+    objects = rendered({**ENGINES, "route": {}}, release="r" * 53)
+    names = [one["metadata"]["name"] for one in of_kind(objects, "Service")]
+    assert len(names) == 2
+    assert max(map(len, names)) <= 63
+    (replicas,) = (name for name in names if name.endswith("-replicas"))
+    config = of_kind(objects, "ConfigMap", replicas.removesuffix("-replicas"))[0]
+    assert f"name: {replicas}\n" in config["data"]["pdproxy.yaml"]
 
 
 # -- networks
@@ -252,7 +301,12 @@ def test_only_who_is_named_reaches_the_proxies_and_the_engines() -> None:
     inside = [peer["podSelector"] for peer in rule["from"][2:]]
     reach = {owner for owner, pod in pods.items() if any(fits(one, pod) for one in inside)}
     assert reach == {"pdproxy-prefill", "pdproxy-decode", "pdproxy-test"}
-    assert proxy["spec"]["egress"][-1] == values["egress"][0]
+    egress = proxy["spec"]["egress"]
+    assert [rule["to"] for rule in egress if "to" in rule] == [
+        values["apiServer"],
+        [{"podSelector": {}}],
+        values["egress"][0]["to"],
+    ]
     (engines,) = of_kind(objects, "NetworkPolicy", "pdproxy-engines")
     from_proxy, from_monitoring = engines["spec"]["ingress"]
     assert fits(from_proxy["from"][0]["podSelector"], pods["pdproxy"])

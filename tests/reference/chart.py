@@ -24,12 +24,13 @@ _NAME = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]{0,30}[a-z0-9])?$"}
 _OBJECTS = frozenset(
     (
         *("affinity", "annotations", "labels", "livenessProbe", "nodeSelector", "podAnnotations"),
-        *("podDisruptionBudget", "podLabels", "podSecurityContext", "resources", "securityContext"),
+        *("podLabels", "podSecurityContext", "resources", "securityContext"),
         "kvTransferConfig",
     )
 )
 """Values that Kubernetes or vLLM know, by their names: their keys are not checked here."""
 _TEXTS = frozenset(["args", "argsWithoutKv", "hostnames"])
+_BUDGET = ("maxUnavailable", "minAvailable")
 _SPECIAL: dict[str, dict[str, Any]] = {
     "connector": {"enum": ["nixl", "nixl-push", "mooncake", "shared"]},
     "dataParallelSize": {"type": "integer", "minimum": 1},
@@ -37,6 +38,11 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "drainSeconds": {"type": ["integer", "null"], "minimum": 1},
     "interval": {"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"},
     "node": {"type": "object"},
+    "podDisruptionBudget": {
+        "type": ["object", "null"],
+        "properties": {name: {"type": ["integer", "string"]} for name in _BUDGET},
+        "additionalProperties": False,
+    },
     "port": {"type": "integer", "minimum": 1, "maximum": 65535},
     "pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     "sideChannelPort": {"type": "integer", "minimum": 1024, "maximum": 65535},

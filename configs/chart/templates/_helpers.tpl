@@ -1,5 +1,15 @@
 {{- define "pdproxy.name" -}}
-{{- if contains "pdproxy" .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-pdproxy{{ end }}
+{{- /* A Service's name has 63 letters at most, and one has "-replicas" behind this name. */ -}}
+{{- ternary .Release.Name (printf "%s-pdproxy" .Release.Name) (contains "pdproxy" .Release.Name) | trunc 54 | trimSuffix "-" }}
+{{- end }}
+
+{{- /* The bound of a PodDisruptionBudget: minAvailable, or else maxUnavailable. */ -}}
+{{- define "pdproxy.budget" -}}
+{{- if kindIs "invalid" .minAvailable }}
+maxUnavailable: {{ .maxUnavailable }}
+{{- else }}
+minAvailable: {{ .minAvailable }}
+{{- end }}
 {{- end }}
 
 {{- define "pdproxy.serviceAccountName" -}}
