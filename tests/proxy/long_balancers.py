@@ -1,5 +1,5 @@
 """Rolling restarts behind each balancer: two proxies, one after the other, are terminated and
-replaced, and no client notices.
+replaced, and no client notices. And a stream that is longer than a gateway's time-out.
 """
 
 # Needs the programs of all balancers.
@@ -15,11 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.chart.render import of_kind, rendered
+from tests.chart.sets import SETS
+from tests.fakes import scripts
 from tests.fakes.client import Client
 from tests.fakes.ports import free_port
 from tests.fakes.process import served
-from tests.fakes.world import COMPLETIONS, TEXT, completion
-from tests.proxy.test_balancers import FRAME, at_ports, balanced, of_page
+from tests.fakes.world import COMPLETIONS, TEXT, completion, world
+from tests.proxy.test_balancers import DEFAULTS, FRAME, at_ports, balanced, of_page
 
 LINGER = 10.0
 """Seconds: the page's health checks notice within half of that, on a busy machine, too."""
@@ -90,3 +93,25 @@ async def test_a_rolling_restart_costs_no_request(name: str, tmp_path: Path) -> 
         await asyncio.gather(*clients)
     print(f"{name}: {seen['right']} requests while both proxies restarted: {dict(seen)}")
     assert set(seen) == {"right"}, seen
+
+
+@pytest.mark.parametrize("is_routed", [False, True])
+async def test_a_gateway_cuts_no_stream_with_the_route_of_the_chart(
+    is_routed: bool, tmp_path: Path
+) -> None:
+    """Envoy is configured as gateways do for an HTTPRoute. Without one its time-out is 15 s."""
+    (route,) = of_kind(rendered(SETS["behind a gateway"]), "HTTPRoute")
+    (rule,) = route["spec"]["rules"]
+    assert "retry" not in rule
+    timeout = f", timeout: {rule['timeouts']['request']}" if is_routed else ""
+    config = DEFAULTS["envoy"].replace("{cluster: pdproxy}", f"{{cluster: pdproxy{timeout}}}")
+    async with world() as w, balanced("envoy", config, w.port, tmp_path) as port:
+        go = asyncio.Event()
+        w.decode[0].script(scripts.after_word(go, scripts.one_more_word))
+        client = await Client.connect(port)
+        client.post(COMPLETIONS, completion(stream=True))
+        head = await client.head()
+        assert scripts.WORD in await client.piece()
+        await asyncio.sleep(17)
+        go.set()
+        assert (await client.rest(head)).ended == is_routed
