@@ -1,5 +1,5 @@
 """With each set of values, the chart renders objects that Kubernetes takes, and settings that the
-program takes. Wrong values are refused before anything is installed.
+program takes; wrong values are refused before anything is installed.
 """
 
 from __future__ import annotations

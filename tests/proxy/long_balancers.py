@@ -1,5 +1,5 @@
 """Rolling restarts behind each balancer: two proxies, one after the other, are terminated and
-replaced, and no client notices. And a stream that is longer than a gateway's time-out.
+replaced, and no client notices; and a stream that is longer than a gateway's time-out.
 """
 
 # Needs the programs of all balancers.
