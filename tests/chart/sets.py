@@ -40,7 +40,7 @@ SETS: dict[str, dict[str, Any]] = {
     "role any, and a plain engine": {
         "engineDefaults": QWEN,
         "engines": [
-            {"name": "any", "role": "any", "replicas": 3},
+            {"name": "any", "role": "any", "replicas": None},
             {"name": "plain", "role": "aggregated"},
         ],
     },

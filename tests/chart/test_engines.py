@@ -53,6 +53,9 @@ def test_engines_move_kv_by_the_connector_that_the_proxy_takes(connector: str) -
 
 def test_a_plain_engine_moves_none_and_role_any_does_both() -> None:
     objects = rendered(SETS["role any, and a plain engine"])
+    deployments = {one["metadata"]["name"]: one["spec"] for one in of_kind(objects, "Deployment")}
+    assert "replicas" not in deployments["pdproxy-any"]  # an autoscaler's are left as they are
+    assert deployments["pdproxy-plain"]["replicas"] == 1
     any_, plain = (engine_of(objects, name) for name in ("any", "plain"))
     assert json.loads(option(any_, "--kv-transfer-config"))["kv_role"] == "kv_both"
     assert not any(word.startswith("--kv-transfer-config") for word in plain["args"])
@@ -94,6 +97,16 @@ def test_each_engine_knows_its_flags(name: str, monkeypatch: pytest.MonkeyPatch)
             service = {"command": shlex.join(["sim", *container["args"]])}
             facts, host, port = simulated(monkeypatch, service)
             assert (facts.role, host, port) == (one["role"], "0.0.0.0", 8000)
+
+
+@pytest.mark.parametrize("connector", ["nixl-push", "mooncake", "shared"])
+def test_simulated_engines_have_each_connector(
+    connector: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {**ENGINES, "engineDefaults": {"simulated": True, "connector": connector}}
+    container = engine_of(rendered(values), "decode")
+    service = {"command": shlex.join(["sim", *container["args"]])}
+    assert simulated(monkeypatch, service)[0].connector == connector
 
 
 def test_flags_that_change_no_kv_are_flags() -> None:

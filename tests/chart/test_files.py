@@ -61,3 +61,9 @@ def test_the_chart_is_of_this_version_of_the_program_and_for_the_versions_that_a
     project = (ROOT / "pyproject.toml").read_text()
     assert f'\nversion = "{chart["appVersion"]}"\n' in project
     assert chart["kubeVersion"] == f">={VERSIONS[0]}.0-0"
+
+
+def test_engines_are_of_the_version_that_compose_starts() -> None:
+    image = yaml.safe_load((CHART / "values.yaml").read_text())["engineDefaults"]["image"]
+    name = f"{image['repository']}:${{VLLM_VERSION:-{image['tag']}}}"
+    assert f"image: {name}\n" in (ROOT / "compose.yaml").read_text()

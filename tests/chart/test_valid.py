@@ -24,7 +24,7 @@ from tests.chart.render import (
     settings_of,
     text_of,
 )
-from tests.chart.sets import ENGINES, SETS
+from tests.chart.sets import ENGINES, QWEN, SETS
 
 
 def objects_of(name: str) -> Objects:
@@ -101,6 +101,7 @@ def test_an_upgrade_without_changes_changes_nothing(name: str) -> None:
         ({"engines": [{"name": "p", "role": "prefill", "replica": 2}]}, "replica"),
         ({"engines": [{"role": "prefill"}]}, "name"),
         ({"engines": [{"name": "Prefill_1", "role": "prefill"}]}, "/engines/0/name"),
+        ({"engines": [{"name": "proxy", "role": "prefill"}]}, "/engines/0/name"),
         ({"engineDefaults": {"connector": "nixl_push"}}, "/engineDefaults/connector"),
         ({"engineDefaults": {"tensorParallelSize": 0}}, "/engineDefaults/tensorParallelSize"),
         ({"service": {"type": "Clusterip"}}, "/service/type"),
@@ -124,6 +125,24 @@ def test_a_typo_is_refused_by_its_name(values: dict[str, Any], said: str) -> Non
         (
             {**ENGINES, "engines": [{"name": "e", "role": "any"}] * 2},
             "engines: two entries have the name e",
+        ),
+        (
+            {**ENGINES, "engineDefaults": {**QWEN, "args": ["--tensor-parallel-size", "2"]}},
+            "engines: prefill: args: the chart sets --tensor-parallel-size: use tensorParallelSize",
+        ),
+        (
+            {**ENGINES, "engineDefaults": {**QWEN, "args": ["--port=8001"]}},
+            "engines: prefill: args: the chart sets --port",
+        ),
+        (
+            {
+                **ENGINES,
+                "engineDefaults": {
+                    **QWEN,
+                    "env": [{"name": "VLLM_NIXL_SIDE_CHANNEL_HOST", "value": "0.0.0.0"}],
+                },
+            },
+            "engines: prefill: env: the chart sets VLLM_NIXL_SIDE_CHANNEL_HOST",
         ),
         (
             {**ENGINES, "engineDefaults": {"model": "m", "connector": "shared"}},

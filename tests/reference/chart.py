@@ -20,7 +20,11 @@ from tests.reference.markdown import ROOT
 
 CHART = ROOT / "configs" / "chart"
 _TEXT, _NUMBER = {"type": "string"}, {"type": "integer", "minimum": 0}
-_NAME = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]{0,30}[a-z0-9])?$"}
+_NAME = {
+    "type": "string",
+    "pattern": "^[a-z0-9]([-a-z0-9]{0,30}[a-z0-9])?$",
+    "not": {"enum": ["pdproxy", "proxy", "test"]},  # the chart's own
+}
 _OBJECTS = frozenset(
     (
         *("affinity", "annotations", "labels", "livenessProbe", "nodeSelector", "podAnnotations"),
@@ -62,6 +66,7 @@ def schema() -> str:
     made = _mapping(values)
     own = made["properties"]
     engine = own["engineDefaults"]["properties"]
+    engine["replicas"] = {"type": ["integer", "null"], "minimum": 0}
     roles = {"enum": ["prefill", "decode", "aggregated", "any"]}
     own["engines"] = {
         "type": "array",

@@ -11,16 +11,18 @@ image of one of them, and with each flag that may change the KV. */ -}}
 {{- fail (printf "engines: two entries have the name %s" $engine.name) }}
 {{- end }}
 {{- $_ := set $names $engine.name true }}
+{{- include "pdproxy.refuseOwn" $engine }}
 {{- if and (not $engine.model) (not $engine.simulated) }}
 {{- fail (printf "engines: %s has no model: set it, or engineDefaults.model" $engine.name) }}
 {{- end }}
 {{- $_ := set $engine "model" (ternary "sim" $engine.model $engine.simulated) }}
 {{- $_ := set $engine "modelLabel" (include "pdproxy.modelLabel" $engine.model) }}
 {{- $_ := set $engine "pool" (printf "%s-%s" $engine.modelLabel $engine.connector) }}
-{{- $_ := set $engine "transfer" (include "pdproxy.transfer" $engine) }}
 {{- if $engine.simulated }}
+{{- $_ := set $engine "transfer" "" }}
 {{- $_ := set $engine "imageName" (include "pdproxy.image" (list $.Values.image $.Chart.AppVersion)) }}
 {{- else }}
+{{- $_ := set $engine "transfer" (include "pdproxy.transfer" $engine) }}
 {{- $_ := set $engine "imageName" (include "pdproxy.image" (list $engine.image "latest")) }}
 {{- end }}
 {{- $kv := printf "%s %s %s" $engine.imageName $engine.transfer (include "pdproxy.kvArgs" $engine) }}
@@ -32,6 +34,25 @@ image of one of them, and with each flag that may change the KV. */ -}}
 {{- $_ := set . "revision" (get $pools .pool | uniq | sortAlpha | join "\n" | sha256sum | trunc 10) }}
 {{- end }}
 {{- dict "engines" $engines | toJson }}
+{{- end }}
+
+{{- /* Fails for flags and variables that the chart sets from other values. */ -}}
+{{- define "pdproxy.refuseOwn" -}}
+{{- $name := .name }}
+{{- $flags := dict "--data-parallel-size" "dataParallelSize" "--kv-transfer-config" "kvTransferConfig" "--model" "model" "--served-model-name" "servedModelName" "--side-channel-port" "sideChannelPort" "--tensor-parallel-size" "tensorParallelSize" "--role" "role" }}
+{{- range .args }}
+{{- $flag := toString . | splitList "=" | first }}
+{{- if hasKey $flags $flag }}
+{{- fail (printf "engines: %s: args: the chart sets %s: use %s" $name $flag (get $flags $flag)) }}
+{{- else if has $flag (list "--port" "--side-channel-host" "--uds") }}
+{{- fail (printf "engines: %s: args: the chart sets %s" $name $flag) }}
+{{- end }}
+{{- end }}
+{{- range .env }}
+{{- if has .name (list "POD_IP" "VLLM_NIXL_SIDE_CHANNEL_HOST" "VLLM_NIXL_SIDE_CHANNEL_PORT") }}
+{{- fail (printf "engines: %s: env: the chart sets %s" $name .name) }}
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{- /* --kv-transfer-config of an engine; nothing for one that moves no KV. */ -}}
