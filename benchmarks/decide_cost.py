@@ -2,13 +2,13 @@
 without engines.
 
 Usage: decide_cost.py [--engines 16 200] [--requests 20000] [--repeat 5] [--replicas 1]
-[--bytecodes]
+[--revisions 1] [--bytecodes]
 
 Each request is placed, begins its answer and ends; four are open per engine. Microseconds of CPU
 per request, the least of some runs, and how much `auto` adds: with an SLO by which requests are
 served whole, and with one by which most are split. Prompts share prefixes with none, one or all of
-the engines. --replicas: as one of so many proxies. What workers add, which ask one process for
-engines: by_message.py.
+the engines. --replicas: as one of so many proxies. --revisions: the engines are of so many. What
+workers add, which ask one process for engines: by_message.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pdproxy.scheduling.auto.auto import Auto, AutoOptions
 from pdproxy.scheduling.auto.replica import ReplicaAuto
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
+from pdproxy.scheduling.ledger_engine import REVISION, EngineSpec, Evidence, Role
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.replicas import ReplicaLedger
@@ -53,13 +53,20 @@ class Known:
         return self._found
 
 
-def ledger_of(roles: list[Role], placement: Placement | None, replicas: int = 1) -> Ledger:
-    """Return a ledger with engines of these roles, all up."""
+def ledger_of(
+    roles: list[Role], placement: Placement | None, replicas: int = 1, revisions: int = 1
+) -> Ledger:
+    """Return a ledger with engines of these roles, all up, in turn of these revisions."""
     make: Callable[[Sequence[EngineSpec], LedgerOptions], Ledger] = Ledger
     if replicas > 1:
         make = partial(ReplicaLedger, replicas=replicas, max_age=lambda: 15.0)
     specs = [
-        EngineSpec(f"http://10.0.{n // 250}.{n % 250}:8000", role) for n, role in enumerate(roles)
+        EngineSpec(
+            f"http://10.0.{n // 250}.{n % 250}:8000",
+            role,
+            within=((REVISION, f"v{n // 2 % revisions}"),),
+        )
+        for n, role in enumerate(roles)
     ]
     ledger = make(
         specs, LedgerOptions(breaker_failures=3, breaker_cooldown=10.0, placement=placement)
@@ -123,11 +130,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--revisions", type=int, default=1)
     parser.add_argument(
         "--bytecodes", action="store_true", help="count Python bytecodes in place of CPU time"
     )
     arguments = parser.parse_args()
-    profile, replicas = load("h200-8b"), arguments.replicas
+    profile, replicas, revisions = load("h200-8b"), arguments.replicas, arguments.revisions
     make: MakeAuto = Auto
     if replicas > 1:
         make = partial(ReplicaAuto, replicas=replicas, chance=random.random)
@@ -151,7 +159,7 @@ def main() -> None:
                 fixed = (Role.AGGREGATED,) if whole else (Role.PREFILL, Role.DECODE)
                 least, ours = math.inf, math.inf
                 for _ in range(arguments.repeat):
-                    plainly = ledger_of(plain if whole else split, None, replicas)
+                    plainly = ledger_of(plain if whole else split, None, replicas, revisions)
                     placement = make(
                         AutoOptions(
                             times_of=lambda _: (profile.hardware, 2048),
@@ -159,7 +167,7 @@ def main() -> None:
                             cached=Known(found).cached,
                         )
                     )
-                    ledger = ledger_of([Role.ANY] * engines, placement, replicas)
+                    ledger = ledger_of([Role.ANY] * engines, placement, replicas, revisions)
                     least = min(least, cost(plainly, engines, arguments.requests, fixed))
                     ours = min(ours, cost(ledger, engines, arguments.requests, ()))
                     # the load of several replicas may be too much for splitting

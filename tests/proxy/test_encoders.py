@@ -246,6 +246,23 @@ async def test_media_go_to_several_engines(tmp_path: Path) -> None:
         assert sum(len(one.requests) for one in w.encode) == count
 
 
+async def test_only_encoder_engines_of_the_same_revision_encode(tmp_path: Path) -> None:
+    """And any, once these are down: the other encoder is better than none."""
+    pictures = [png(f"revision {number}") for number in range(6)]
+    async with seeing(tmp_path, encode=2) as w:
+        for engine in w.engines:
+            for one in w.workers:
+                known = one.ledger.get(engine.url)
+                assert known is not None
+                known.revision = "v1" if engine is w.encode[0] else "v2"
+        for picture in pictures:
+            assert (await w.ask(CHAT, chat(picture))).status == 200
+        assert [len(one.requests) for one in w.encode] == [0, 6]
+        w.mark_down(w.encode[1], "gone")
+        assert (await w.ask(CHAT, chat(A))).status == 200
+        assert [len(one.requests) for one in w.encode] == [1, 6]
+
+
 @pytest.mark.parametrize(
     "failure", [broken(500), broken(503), scripts.eof, scripts.reset, scripts.half, scripts.garbage]
 )

@@ -21,10 +21,14 @@ LONG_PROMPT = (
 
 
 def adjusted(
-    *, labels: tuple[str, ...] = (), engines: dict[str, Any] | None = None, **pool: Any
+    *,
+    labels: tuple[str, ...] = (),
+    label: str = "rack",
+    engines: dict[str, Any] | None = None,
+    **pool: Any,
 ) -> Any:
     """What changes a world's settings: the pool's, and those of all its prefill engines; `labels`
-    are those of the engines.
+    are the values of the engines' `label`.
     """
 
     def adjust(settings: Settings) -> Settings:
@@ -35,8 +39,8 @@ def adjusted(
         ]
         if labels:
             made = [
-                replace(engine, labels={"rack": label})
-                for engine, label in zip(made, labels, strict=True)
+                replace(engine, labels={label: value})
+                for engine, value in zip(made, labels, strict=True)
             ]
         return replace(settings, pools=(replace(old, nodes=tuple(made), **pool),))
 
@@ -182,6 +186,33 @@ async def test_engines_without_a_partner_in_their_label_leave_a_pool_degraded() 
         assert (await w.ask(COMPLETIONS, completion())).status == 200
         assert (await w.ended()).legs[0].why_alone == "no_pair"
         assert (await w.get("/ready")).json["state"] == "degraded"
+
+
+# -- revisions
+
+
+async def test_a_new_revision_gets_requests_once_it_is_complete() -> None:
+    """Its prefill engine comes up last. No prompt is split between both."""
+    revisions = adjusted(label="revision", labels=("v1", "v2", "v1", "v2"))
+    async with world(2, 2, adjust=revisions) as w:
+        w.mark_down(w.prefill[1], "not started")
+        for n in range(6):
+            assert (await w.ask(COMPLETIONS, completion(prompt=f"{LONG_PROMPT} {n}"))).status == 200
+            assert (await w.ask(COMPLETIONS, completion(prompt="short"))).status == 200
+        assert not w.decode[1].requests
+        told = "revision v2 gets no requests: it has no prefill engine that is up"
+        assert told in (await w.get("/ready")).json["details"]
+        for one in w.workers:
+            engine = one.ledger.get(w.prefill[1].url)
+            assert engine is not None
+            assert engine.evidence is not None
+            one.ledger.mark_up(engine.url, engine.evidence)
+        first = len(w.decode[0].requests)
+        for n in range(6):
+            assert (await w.ask(COMPLETIONS, completion(prompt=f"{LONG_PROMPT} {n}"))).status == 200
+        assert len(w.prefill[1].requests) == len(w.decode[1].requests) == 3
+        assert len(w.decode[0].requests) - first == 3
+        assert (await w.get("/ready")).json["details"] == []
 
 
 # -- prefill engines that serve whole

@@ -127,6 +127,20 @@ HISTORY = tuple(range(100, 160))
 OTHER = (*HISTORY[:32], *range(500, 540))
 
 
+def test_whose_turn_is_continued_is_known_before_its_prefill_engine() -> None:
+    """For the choice of a revision: not where too little is in common, nor of another run."""
+    shelf = Shelf(min_tokens=16)
+    assert shelf.kept.keeper(SCOPE + text(*HISTORY)) is None
+    shelf.put("a", *HISTORY[:40], decode="d")
+    shelf.put("b", *HISTORY[:50], decode="e")
+    key = SCOPE + text(*HISTORY)
+    assert shelf.kept.keeper(key) == "e"
+    assert len(shelf.kept) == 2
+    shelf.nodes["e"].run_number = 9
+    assert shelf.kept.keeper(key) == "d"
+    assert shelf.kept.keeper(SCOPE + text(*HISTORY[:3], *OTHER)) is None
+
+
 def test_the_one_that_is_continued_is_found_and_given_once() -> None:
     shelf = Shelf()
     shelf.put("a", *HISTORY)

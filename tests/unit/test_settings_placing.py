@@ -209,6 +209,34 @@ def test_labels_that_pair(read: Read, wrong: Callable[[str], str]) -> None:
         checked_node(node, pool, pool.nodes)
 
 
+@pytest.mark.parametrize(
+    ("setting", "pairs"),
+    [
+        ("", ["p1 d1", "p0 d0"]),
+        ("pair_within: null, ", ["p1 d1", "p0 d0"]),
+        ("pair_within: [], ", ["p1 d1", "p1 d2", "p1 d0", "p0 d1", "p0 d2", "p0 d0"]),
+    ],
+)
+def test_engines_pair_within_their_revision_unless_told_otherwise(
+    read: Read, wrong: Callable[[str], str], setting: str, pairs: list[str]
+) -> None:
+    """None needs to have one, unless the settings name the label."""
+    nodes = [
+        f"{{url: 'http://{name}:1', role: {'prefill' if name[0] == 'p' else 'decode'}"
+        + (f", labels: {{revision: v{name[1]}}}}}" if name[1] != "0" else "}")
+        for name in ("p1", "p0", "d1", "d2", "d0")
+    ]
+    text = f"pools: [{{{setting}nodes: [{', '.join(nodes)}]}}]"
+    tried = pairs_to_try(read(text).pool)
+    assert [f"{p.url[7:9]} {d.url[7:9]}" for p, d in tried] == pairs
+    named = (
+        text.replace(setting, "pair_within: [revision], ")
+        if setting
+        else text.replace("nodes:", "pair_within: [revision], nodes:", 1)
+    )
+    assert "http://p0:1 and 1 more has no such label" in wrong(named)
+
+
 def test_parallel_sizes_count_only_within_a_label(read: Read) -> None:
     """Engines that are never paired may differ in anything."""
     sized = "{url: 'http://%s:1', role: %s, labels: {rack: %s}, facts: {tensor_parallel_size: %s}}"

@@ -174,6 +174,18 @@ class KeptTurns:
             self.drop(turn, reason)
         return found
 
+    def keeper(self, key: bytes) -> str | None:
+        """Return the URL of the decode engine whose turn a prompt continues, whatever prefill
+        engine it goes to; None: there is none. `key`: as above.
+        """
+        for common, turn in self._index.nearest(key, CANDIDATES):
+            if key.count(b",", SCOPE_BYTES, common) < self._limits.min_tokens:
+                break
+            engine = self._engines.get(turn.record.decode)
+            if engine is not None and engine.in_ledger.run_number == turn.record.decode_run:
+                return turn.record.decode
+        return None
+
     def forget(self, name: str, reason: str) -> None:
         """Drop a turn whose blocks its engine has freed. `name`: the prefill engine's id of it; if
         unknown, nothing changes.

@@ -7,6 +7,7 @@ Owns no state: engines and leases are the ledger's. Between a choice and its lea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from msgspec import structs
 
@@ -99,30 +100,36 @@ class LocalScheduler:
         turn: bytes | None = None,
     ) -> Assignment | None:
         """See `Scheduler`."""
+        turns, near = self._turns, None
+        if turn is not None and turns is not None and self._ledger.revisions.several:
+            near = turns.kept.keeper(turn)
         if self._ledger.has_placement:
-            chosen = await self._placed(request_id, ask, constraints)
+            chosen = await self._placed(request_id, ask, constraints, near)
         elif constraints.must_be_whole is not None:
             lease = self._one(ask, constraints.without, constraints.avoid)
             chosen = None if lease is None else Assignment((lease,))
         elif self._buffers.bounded:
-            chosen = await self._with_space(ask, constraints, self._pair)
+            chosen = await self._with_space(ask, constraints, partial(self._pair, near=near))
         else:
-            chosen = self._pair(ask, constraints.without, constraints.avoid)
+            chosen = self._pair(ask, constraints.without, constraints.avoid, near)
         if chosen is not None and len(chosen.leases) == 1:
             self._look_beside(chosen.leases[0])
         if chosen is not None and ask.beginning is not None and self._knowledge is not None:
             self._knowledge.sent(ask.beginning, chosen.leases, self._now())
-        turns = self._turns
         if turn is not None and turns is not None and chosen is not None and len(chosen.leases) > 1:
             chosen.turn = turns.find(turn, chosen.leases[0].engine)
         return chosen
 
-    def _pair(self, ask: Ask, without: Sequence[str], avoid: Sequence[str]) -> Assignment | None:
-        """Lease a prefill and a decode engine."""
-        ledger = self._ledger
-        if avoid and (found := ledger.assign(PAIR, ask, without=(*without, *avoid))) is not None:
-            return found
-        return ledger.assign(PAIR, ask, without=without)
+    def _pair(
+        self, ask: Ask, without: Sequence[str], avoid: Sequence[str], near: str | None = None
+    ) -> Assignment | None:
+        """Lease a prefill and a decode engine. `near`: see `Ledger.assign`."""
+        assign = self._ledger.assign
+        if avoid:
+            found = assign(PAIR, ask, without=(*without, *avoid), near=near)
+            if found is not None:
+                return found
+        return assign(PAIR, ask, without=without, near=near)
 
     async def choose_one(
         self, ask: Ask, without: Sequence[str] = (), avoid: Sequence[str] = ()
@@ -165,13 +172,15 @@ class LocalScheduler:
     # -- as the pool's placement chooses
 
     async def _placed(
-        self, request_id: str, ask: Ask, constraints: Constraints
+        self, request_id: str, ask: Ask, constraints: Constraints, near: str | None
     ) -> Assignment | None:
-        """Lease the engines that the placement chooses. Raises as `choose`."""
+        """Lease the engines that the placement chooses. `near`: see `Ledger.assign`. Raises as
+        `choose`.
+        """
         ledger, split = self._ledger, constraints.must_be_whole is None
 
         def place(ask: Ask, without: Sequence[str], avoid: Sequence[str]) -> Assignment | None:
-            placed = ledger.place(ask, split=split, without=without, avoid=avoid)
+            placed = ledger.place(ask, split=split, without=without, avoid=avoid, near=near)
             if placed is None and ledger.is_placeable(ask, split=split, without=without):
                 self._decided(Decision(ask.now, request_id, REFUSED, LATE, tokens=ask.tokens))
                 raise TooLateError("no engine can serve this request in time now")

@@ -32,8 +32,6 @@ class EngineStates:
         """Until every engine has been probed once. Engines that are added later don't count."""
         self._encoders: list[LedgerEngine] = []
         """Those that encode media for others."""
-        self._alone_roles: list[Role] = []
-        """The roles of `_alone` with an engine that is up."""
         self.block_size: int | None = None
         """The smallest KV block of any engine in tokens, None while unknown. Read only."""
         self.caching = False
@@ -127,6 +125,17 @@ class EngineStates:
         """Whether there are engines that encode media for others, up or not."""
         return bool(self._encoders)
 
+    def other_encoders(self, url: str) -> list[str]:
+        """Return the URLs of the encoder engines that belong to another revision than an engine
+        does, if one is up that does not.
+        """
+        engine = self._engines.get(url)
+        if engine is None or engine.revision is None:
+            return []
+        others = [one for one in self._encoders if one.revision not in (None, engine.revision)]
+        rest = [one for one in self._encoders if one not in others]
+        return [one.url for one in others] if any(one.available for one in rest) else []
+
     def _changed(self) -> None:
         """Forget all that was computed from the engines' state."""
         engines = self._engines.values()
@@ -134,9 +143,6 @@ class EngineStates:
         self._starting = self._starting and not (
             engines and all(engine.probed for engine in engines)
         )
-        self._alone_roles = [
-            role for role in self._alone if any(role in n.uses and n.available for n in engines)
-        ]
         self.block_size, self.adapters, self.template_tokens, self.caching = in_common(engines)
         for then in self._when_changed:
             then()

@@ -10,13 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 
 from pdproxy.scheduling import readiness
 from pdproxy.scheduling.breakers import Breakers
-from pdproxy.scheduling.choice import Choice, spared
+from pdproxy.scheduling.choice import Choice
 from pdproxy.scheduling.compatibility import Compatibility, prefill_and_decode
-from pdproxy.scheduling.eligibility import Eligibility
 from pdproxy.scheduling.engine_states import EngineStates
 from pdproxy.scheduling.leases import FAILED, GOOD, Assignment, Lease, Verdict
 from pdproxy.scheduling.ledger_engine import (
@@ -32,12 +30,13 @@ from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policies import Policies
 from pdproxy.scheduling.policy import Ask, Cached, PolicyFactory, no_chance
 from pdproxy.scheduling.releasing import ReleaserChoice
+from pdproxy.scheduling.revision_choice import RevisionChoice
+from pdproxy.scheduling.revisions import Revisions
 from pdproxy.scheduling.runs import RunNumbers
 from pdproxy.scheduling.transfer_faults import KnownTransfers, TransferFault, TransferFaults
 
 ALONE = (Role.AGGREGATED, Role.DECODE)
 """The roles that usually serve a request by themselves, the first choice first."""
-_SPLIT = (PREFILL, DECODE)
 _BYTES_PER_TOKEN = 4
 DOWN = {Verdict.UNREACHABLE: "connection refused", Verdict.DEAD: "its engine core has died"}
 
@@ -91,10 +90,22 @@ class Ledger(EngineStates):
         """Sentences on engines that are not paired, None if they have to be looked for."""
         self.breakers = Breakers(failures, cooldown, options.slow_start)
         self.breakers.changed = lambda engine: self.when_noted(engine.url)
-        self._eligibility = Eligibility(self._engines.values(), self._policies)
         self._compatibility = Compatibility()
-        self._choice = Choice(self._alone, self._eligibility, self._compatibility)
-        self.releasing = ReleaserChoice(self._engines, self._eligibility, self.breakers)
+        self._choice = Choice(
+            self._engines.values(),
+            self._policies,
+            self._alone,
+            self._compatibility,
+            self._is_faulty,
+        )
+        self.revisions = Revisions(
+            self._engines, self._policies, self._alone, self._compatibility, options.cached
+        )
+        """Read only."""
+        self._in_revisions = RevisionChoice(
+            self.revisions, self._choice, self._engines, self.breakers
+        )
+        self.releasing = ReleaserChoice(self._engines, self._choice.eligibility, self.breakers)
         self._windows = self._has_places = options.windows
         """The second: whether any engine's requests are bounded, by a window or by its places."""
 
@@ -389,35 +400,30 @@ class Ledger(EngineStates):
     # -- what a request asks
 
     def assign(
-        self, roles: Sequence[Role], ask: Ask, *, without: Collection[str] = ()
+        self,
+        roles: Sequence[Role],
+        ask: Ask,
+        *,
+        without: Collection[str] = (),
+        near: str | None = None,
     ) -> Assignment | None:
         """Lease one engine for each role, all compatible, none of them full or in `without`, None
         if there are none.
 
         `roles` are different. The order counts: where the best engines are not compatible, the
-        first role has its best one that has compatible partners.
+        first role has its best one that has compatible partners. `near`: the URL of an engine whose
+        revision had better serve the request, None: it makes no difference.
         """
-        roles = tuple(roles)
-        engines: Sequence[LedgerEngine] | None = None
+        roles, bounded, breakers = tuple(roles), self._has_places, self.breakers
         if ask.now >= self.transfers.due:
             self._try_transfers(ask.now)
-        if not (self.breakers.opened and self.breakers.any_left(ask.now)) and not without:
-            engines = self._best_of_each(roles, ask)
-        if engines is None or (
-            self._has_places and any(engine.full or engine.crowded for engine in engines)
-        ):
-            ranked = [self._eligibility.ranked(role, ask, without) for role in roles]
-            if self._has_places:
-                ranked = [[engine for engine in engines if not engine.full] for engines in ranked]
-            engines = self._compatibility.first(roles, ranked)
-            if (
-                engines is None
-                and self.transfers.faults
-                and not self.serves_alone(ask.model, spares_decode=self._spares_decode(ask))
-            ):
-                engines = next(
-                    (both for both in product(*ranked) if _are_possible(roles, both)), None
-                )
+        plain = not without and not (breakers.opened and breakers.any_left(ask.now))
+        if self.revisions.several and len(roles) > 1:
+            engines = self._in_revisions.each(
+                roles, ask, without, plain=plain, bounded=bounded, near=near
+            )
+        else:
+            engines = self._choice.each(roles, ask, without, plain=plain, bounded=bounded)
         if engines is None:
             return None
         if self.transfers.faults and len(engines) > 1:
@@ -430,14 +436,21 @@ class Ledger(EngineStates):
         return Assignment(tuple(leases))
 
     def place(
-        self, ask: Ask, *, split: bool, without: Collection[str] = (), avoid: Collection[str] = ()
+        self,
+        ask: Ask,
+        *,
+        split: bool,
+        without: Collection[str] = (),
+        avoid: Collection[str] = (),
+        near: str | None = None,
     ) -> Assignment | None:
         """Lease the engines that the placement chooses: one that serves the request whole, or a
         prefill and a decode engine.
 
         `split`: whether two may share the work. Engines in `avoid`, and then those in `without`,
-        are used only if no others can serve the request. None: there are no engines for it, or, if
-        it `is_placeable`, none that the placement would have serve it now.
+        are used only if no others can serve the request. `near`: as for `assign`. None: there are
+        no engines for it, or, if it `is_placeable`, none that the placement would have serve it
+        now.
 
         Raises:
             RuntimeError: the pool has no placement.
@@ -448,8 +461,14 @@ class Ledger(EngineStates):
             avoid = (*avoid, *[engine.url for engine in self._engines.values() if engine.crowded])
         if ask.now >= self.transfers.due:
             self._try_transfers(ask.now)
-        candidates = self._choice.of(ask, split, without, avoid, cached=self._is_plain(ask.now))
-        placed = None if candidates is None else self.placement.place(ask, candidates)
+        cached = self._is_plain(ask.now)
+        if self.revisions.several:
+            placed = self._in_revisions.place(
+                self.placement, ask, split, without, avoid, cached=cached, near=near
+            )
+        else:
+            candidates = self._choice.of(ask, split, without, avoid, cached=cached)
+            placed = None if candidates is None else self.placement.place(ask, candidates)
         if placed is None:
             return None
         if len(placed.engines) == 1:
@@ -475,31 +494,9 @@ class Ledger(EngineStates):
         """Lease one engine that serves a request by itself, of the first role that may and has one,
         None if there is none.
         """
-        engine: LedgerEngine | None = None
-        if (
-            not (self.breakers.opened and self.breakers.any_left(ask.now))
-            and not without
-            and not ask.spares_decode
-        ):
-            choosers = [self._eligibility.best_of(role, ask.model) for role in self._alone_roles]
-            if choosers and None not in choosers:
-                # All roles choose, as they do where all are ranked: turns move on in the same way.
-                engine, *_ = [choose(ask) for choose in choosers if choose is not None]
-        if engine is None or engine.crowded:
-            ranked = [
-                spared(ask, self._eligibility.ranked(role, ask, without)) for role in self._alone
-            ]
-            # First engines that serve the model; of these the ones whose breaker leaves a place; of
-            # these the ones with room.
-            engine = min(
-                (engines[0] for engines in ranked if engines),
-                key=lambda n: (
-                    ask.model is not None and not n.serves(ask.model),
-                    not n.takes(ask.now),
-                    n.crowded,
-                ),
-                default=None,
-            )
+        choice = self._in_revisions if self.revisions.several else self._choice
+        plain = not without and not (self.breakers.opened and self.breakers.any_left(ask.now))
+        engine = choice.alone(ask, without, plain=plain)
         return (
             None if engine is None else self._open(engine, Role.AGGREGATED, ask.prompt_bytes, ask)
         )
@@ -563,23 +560,6 @@ class Ledger(EngineStates):
         """
         return self.breakers.failed(lease, now)
 
-    def _best_of_each(self, roles: tuple[Role, ...], ask: Ask) -> tuple[LedgerEngine, ...] | None:
-        """Return the best engine of each role, None if a role has none that serves the model, or if
-        they are not compatible.
-        """
-        chosen: list[LedgerEngine] = []
-        # all roles choose, also behind one that has none: turns move on in the same way
-        for role in roles:
-            choose = self._eligibility.best_of(role, ask.model)
-            if choose is not None:
-                chosen.append(choose(ask))
-        engines = tuple(chosen)
-        return (
-            engines
-            if len(engines) == len(roles) and self._compatibility.compatible(roles, engines)
-            else None
-        )
-
     def _try_transfers(self, now: float) -> None:
         """Let prompts be split again where KV did not move and the time for that is over."""
         if self.transfers.try_due(now):
@@ -589,6 +569,14 @@ class Ledger(EngineStates):
         """Note that a prompt is sent to a prefill and a decode engine, in this order."""
         if self.transfers.faults and self.transfers.taken(engines[0].url, engines[-1].url, now):
             self._changed()
+
+    def _is_faulty(self, ask: Ask) -> bool:
+        """Return whether engines between which KV does not move are better than none: nobody serves
+        the request whole.
+        """
+        return bool(self.transfers.faults) and not self.serves_alone(
+            ask.model, spares_decode=self._spares_decode(ask)
+        )
 
     def _spares_decode(self, ask: Ask) -> bool:
         """Return whether no engine of role decode would serve a prompt whole, as far as its size is
@@ -611,9 +599,9 @@ class Ledger(EngineStates):
 
     def _changed(self) -> None:
         """Forget all that was computed from the engines' state."""
-        self._eligibility.changed()
         self._compatibility.changed()
         self._choice.changed()
+        self.revisions.changed()
         self._not_paired = None
         engines = self._engines.values()
         if self.placement is not None:
@@ -652,12 +640,6 @@ class Ledger(EngineStates):
             *readiness.not_encoding(self.engines, now),
             *readiness.not_moving(self.transfers.faults.values(), now),
             *self._not_paired,
+            *self.revisions.waiting(),
             *dict.fromkeys(text for text in told if text is not None),
         ]
-
-
-def _are_possible(roles: tuple[Role, ...], engines: tuple[LedgerEngine, ...]) -> bool:
-    """Return whether engines may serve one request although KV may not move between them: nobody
-    else can serve it.
-    """
-    return roles == _SPLIT and prefill_and_decode(*engines) is None

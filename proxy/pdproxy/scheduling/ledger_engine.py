@@ -49,6 +49,11 @@ ALL_USES = (*_USES.values(), _PREFILL_OR_WHOLE)
 _FOR_OTHERS = frozenset({Role.ENCODE, Role.PREFILL})
 """The roles whose engines answer no client, but for prefill engines that may serve whole."""
 
+REVISION = "revision"
+"""The label by which engines share work unless the settings name others. While engines have several
+values of it, `scheduling.revisions` chooses among these, too.
+"""
+
 STATES = (
     "up",
     "down",
@@ -80,6 +85,11 @@ class EngineSpec:
     places: int | None = None
     serves_whole: bool = False
     within: tuple[tuple[str, str | None], ...] = ()
+
+    @property
+    def revision(self) -> str | None:
+        """Its revision, None if it has none or may share work with those of another one."""
+        return dict(self.within).get(REVISION)
 
     def takes_from(self, prefill: EngineSpec) -> bool:
         """Return whether this decode engine is configured to work with a prefill engine."""
@@ -179,6 +189,8 @@ class LedgerEngine:
     """What it may do for a request; a decode engine may also serve whole where the contract allows
     it.
     """
+    revision: str | None = field(init=False, repr=False)
+    """Its revision, None if that does not count."""
     for_others: bool = field(init=False, repr=False)
     """Whether it only works for other engines, and answers no client."""
     evidence: Evidence | None = None
@@ -247,6 +259,7 @@ class LedgerEngine:
     def __post_init__(self) -> None:
         # Attributes, not properties: every request reads them several times.
         self.url, self.role = self.spec.url, self.spec.role
+        self.revision = self.spec.revision
         also_whole = self.role is Role.PREFILL and self.spec.serves_whole
         self.uses = _PREFILL_OR_WHOLE if also_whole else _USES[self.role]
         self.for_others = self.uses <= _FOR_OTHERS

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import msgspec
 
@@ -36,6 +37,24 @@ class Candidates:
     prefill: tuple[LedgerEngine, ...]
     decode: tuple[LedgerEngine, ...]
     compatible: Callable[[LedgerEngine, LedgerEngine], bool]
+
+    @property
+    def engines(self) -> tuple[LedgerEngine, ...]:
+        """All of them; one may come twice."""
+        return (*self.whole, *self.prefill, *self.decode)
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether one of them may serve whole, or two may share the work."""
+        if self.whole:
+            return True
+        return any(self.compatible(*pair) for pair in product(self.prefill, self.decode))
+
+    def only(self, fits: Callable[[LedgerEngine], bool]) -> Candidates:
+        """Return those that fit."""
+        some = (self.whole, self.prefill, self.decode)
+        whole, prefill, decode = (tuple(filter(fits, engines)) for engines in some)
+        return Candidates(whole, prefill, decode, self.compatible)
 
 
 class Placed(msgspec.Struct, frozen=True):

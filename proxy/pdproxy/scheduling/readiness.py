@@ -187,12 +187,12 @@ def not_paired(engines: Sequence[LedgerEngine]) -> list[str]:
 
 
 def _is_left_out(engine: LedgerEngine, engines: Sequence[LedgerEngine]) -> bool:
-    """Return whether an engine could share work with others by their roles, and with none by the
-    settings.
+    """Return whether an engine could share work with others of its revision by their roles, and
+    with none by the settings.
     """
     has_other = False
     for other in engines:
-        if other is engine:
+        if other is engine or other.revision != engine.revision:
             continue
         for prefill, decode in ((engine, other), (other, engine)):
             if Role.PREFILL not in prefill.uses or Role.DECODE not in decode.uses:

@@ -59,7 +59,7 @@ class Session(Policy):
         def best(ask: Ask) -> LedgerEngine:
             if ask.session is None:
                 return least_loaded(ask)
-            key = _hash(ask.session)
+            key = stable_hash(ask.session)
             scores = [hash((key ^ seed, key)) for seed in seeds]
             engine = engines[scores.index(max(scores))]
             return engine if engine.requests < self._most(engines) else self.rank(ask, engines)[0]
@@ -90,7 +90,7 @@ class Session(Policy):
         return BOUND * max(1.0, (sum([engine.requests for engine in engines]) + 1) / len(engines))
 
     def _by_score(self, session: str, engines: Sequence[LedgerEngine]) -> list[LedgerEngine]:
-        key = _hash(session)
+        key = stable_hash(session)
         return sorted(
             engines, key=lambda engine: hash((key ^ self._seed(engine), key)), reverse=True
         )
@@ -98,13 +98,13 @@ class Session(Policy):
     def _seed(self, engine: LedgerEngine) -> int:
         seed = self._seeds.get(engine.url)
         if seed is None:
-            seed = self._seeds[engine.url] = _hash(engine.url)
+            seed = self._seeds[engine.url] = stable_hash(engine.url)
         return seed
 
 
-def _hash(text: str) -> int:
-    """Return a number that is the same in every process. Numbers, and tuples of them, have no
-    random hash in Python.
+def stable_hash(text: str) -> int:
+    """Return a number of 56 bits that is the same in every process. Numbers, and tuples of them,
+    have no random hash in Python.
 
     A tuple's hash mixes its items one after the other. The score of an engine (`key ^ seed`, `key`)
     has both numbers in its first item: two engines whose seeds came last would keep the same

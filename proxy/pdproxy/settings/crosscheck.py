@@ -111,7 +111,7 @@ def _stand_in(node: ConfiguredEngine, pool: Pool) -> ConfiguredEngine:
         return node
     labels = node.labels
     if section.labels_roles:  # what it finds is compared when it is added
-        labels = {**dict.fromkeys(pool.pair_within, ""), **labels}
+        labels = {**dict.fromkeys(pool.pair_within or (), ""), **labels}
     role = "decode" if node.role == BY_LABEL else node.role
     return msgspec.structs.replace(node, url=section.stand_in(node.url), role=role, labels=labels)
 

@@ -290,9 +290,10 @@ class Pool(Section, frozen=True):
     times.
     """
 
-    pair_within: tuple[Text, ...] = ()
+    pair_within: tuple[Text, ...] | None = None
     """Labels of engines (nodes[].labels): two engines share work only if they have the same values
-    of all of these, such as [rack].
+    of all of these, such as [rack]. null: of the label revision, which engines need not have. With
+    revision among them, or null, requests go by revision, too (docs/guide/policies.md).
     """
 
     tls: EngineTls = EngineTls()
@@ -363,7 +364,7 @@ def check_placing(
         for key in (key for key, given in useless.items() if given):
             text = f"has no effect with placement {SPLIT}, which predicts no times"
             found.add(key, f"{spell_key(key)}: {text}{found.source(key)}")
-    for at, name in enumerate(pool.pair_within):
+    for at, name in enumerate(pool.pair_within or ()):
         key = (*path, "pair_within", at)
         without = [
             node.url

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+from pdproxy.scheduling.ledger_engine import REVISION
 from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, quote, spell_key
 from pdproxy.settings.kv import ReceiverSettings
@@ -247,7 +248,10 @@ def _check_parallel_sizes(
 
 def within(node: ConfiguredEngine, pool: Pool) -> tuple[tuple[str, str | None], ...]:
     """Return the labels that an engine must have in common with those that it shares work with."""
-    return tuple((name, node.labels.get(name)) for name in pool.pair_within)
+    names = pool.pair_within
+    if names is None:
+        names = (REVISION,) if REVISION in node.labels else ()
+    return tuple((name, node.labels.get(name)) for name in names)
 
 
 def _takes(decode: ConfiguredEngine, prefill: ConfiguredEngine, pool: Pool) -> bool:

@@ -20,7 +20,7 @@ from pdproxy.scheduling.auto.demand import Demand, DemandMeter
 from pdproxy.scheduling.auto.loads import PredictedLeg, PredictedLoad
 from pdproxy.scheduling.auto.roles import REVIEW_S, KeptEngines, typical
 from pdproxy.scheduling.auto.times import WorkTimes
-from pdproxy.scheduling.auto.view import EnginesView, models_of
+from pdproxy.scheduling.auto.view import EnginesView, Group, models_of
 from pdproxy.scheduling.auto.weights import WEIGHTS, Weights
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
@@ -54,8 +54,8 @@ class _Choice:
 
 
 class _Group:
-    """Engines that serve the same models: the demand for them, and which of them are kept for
-    prefill.
+    """Engines of one revision that serve the same models: the demand for them, and which of them
+    are kept for prefill.
     """
 
     __slots__ = ("kept", "meter", "most_free", "reviewed")
@@ -103,8 +103,7 @@ class Auto(Placement):
         self._legs: dict[Lease, tuple[PredictedLoad, PredictedLeg]] = {}
         self._views: dict[Candidates, EnginesView] = {}
         self._views_by_engines: dict[tuple[tuple[LedgerEngine, ...], ...], EnginesView] = {}
-        self._groups: dict[frozenset[str], _Group] = {}
-        """By the names of their models, without adapters."""
+        self._groups: dict[Group, _Group] = {}
         self._choice: _Choice | None = None
         self._number = 0
         """Of decisions."""
@@ -147,8 +146,8 @@ class Auto(Placement):
                     known.clear()
             if view is None:
                 view = self._views_by_engines[engines] = EnginesView(candidates, self._seen)
-                if view.models not in self._groups:
-                    self._groups[view.models] = _Group(self.slo, self._weights)
+                if view.group not in self._groups:
+                    self._groups[view.group] = _Group(self.slo, self._weights)
             self._views[candidates] = view
         return view
 
@@ -162,7 +161,7 @@ class Auto(Placement):
             return placed
         tokens = ask.tokens or ask.prompt_bytes // _BYTES_PER_TOKEN or 1
         known = self._cached(ask) if self._cached is not None else _NOTHING
-        group = self._groups[view.models]
+        group = self._groups[view.group]
         if now - group.reviewed >= REVIEW_S and len(view.free) > 1 and self.slo:
             self._review(now, view, group)
         if view.version != group.kept.changes:
@@ -411,8 +410,8 @@ class Auto(Placement):
             del self._loads[url]
         self._views.clear()
         self._views_by_engines.clear()
-        served = {models_of(engine) for engine in engines}
-        self._groups = {models: group for models, group in self._groups.items() if models in served}
+        groups = {(models_of(engine), engine.revision) for engine in engines}
+        self._groups = {key: group for key, group in self._groups.items() if key in groups}
         for group in self._groups.values():
             group.most_free = 0
 

@@ -20,6 +20,10 @@ _prefill_order = attrgetter("prefill_order")
 _decode_order = attrgetter("decode_order")
 
 
+Group = tuple[frozenset[str], str | None]
+"""What engines have in common among which there is one demand: their models and their revision."""
+
+
 def models_of(engine: LedgerEngine) -> frozenset[str]:
     """Return the names of the models that an engine serves, without adapters."""
     evidence = engine.evidence
@@ -41,8 +45,8 @@ class EnginesView:
         "decode",
         "fixed_prefill",
         "free",
+        "group",
         "measured",
-        "models",
         "serve_whole",
         "version",
         "whole",
@@ -60,9 +64,10 @@ class EnginesView:
         self.free = [load for load in prefill if load.engine.role is Role.ANY]
         """Those that may be kept for prefill."""
         self.all = list(dict.fromkeys((*self.whole, *prefill, *self.decode)))
-        self.models = models_of(self.all[0].engine)
-        """What the first of them serves; the others serve the same, or the request names no
-        model.
+        first = self.all[0].engine
+        self.group: Group = models_of(first), first.revision
+        """Of the first of them; the others are of the same, or the request names no model, or no
+        revision is complete.
         """
         self._by_url = {load.url: load for load in self.all}
         self.measured = False

@@ -122,7 +122,7 @@ class EncoderStage:
         self._slot: Slot | None = None
         """The place of its second round, None where the request has one of its own."""
         self._results = [_NO_ENGINE] * len(media)
-        self._without: Sequence[str] = ()
+        self._without: Sequence[str] = resources.states.other_encoders(consumer)
 
     async def run(self) -> EncodedMedia:
         """Have the media encoded, as far as engines can, in time.
@@ -133,7 +133,8 @@ class EncoderStage:
         resources, before = self._resources, self._request.encoded
         began = resources.now()
         if self._request.headers.lost:
-            self._without = await resources.lost.forbidden(self._request.headers)
+            lost = await resources.lost.forbidden(self._request.headers)
+            self._without = (*self._without, *lost)
         places = list(range(len(self._media)))
         every: list[EncodeLeg] = []
         try:
