@@ -11,12 +11,17 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
+from msgspec import structs
+
 from pdproxy.app.heartbeat import Heartbeat
 from pdproxy.cli.engines_table import wrong
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe import slow
 from pdproxy.observe.held_loop import PART, PARTS
 from pdproxy.observe.slow_clients import MANY, WINDOW
+from pdproxy.settings.pools import PoolPolicy
+from pdproxy.settings.schema import Settings
 from tests.fakes import scripts
 from tests.fakes.admin import admin
 from tests.fakes.client import Client, exchange, request
@@ -29,6 +34,16 @@ from tests.proxy.test_slow_readers import EVENT
 ROUNDS = 16
 BUSY = Hardware(decode_step_s=0.02)
 """Of a decode engine that has an answer's tokens to make for a minute."""
+
+
+def by_auto(settings: Settings) -> Settings:
+    """Settings with the placement `auto`, which splits what it can: it would not split these."""
+    (chosen,) = settings.pools
+    policy = PoolPolicy(placement="auto")
+    chosen = structs.replace(
+        chosen, policy=policy, profile="h200-8b", tokenize="off", alone="never"
+    )
+    return structs.replace(settings, pools=(chosen,))
 
 
 def taking(clock: ManualClock, seconds: float) -> Callable[[Reply], Awaitable[None]]:
@@ -107,16 +122,48 @@ async def test_a_slow_prefill_engine() -> None:
         assert await named(w) == {}
 
 
-async def test_a_slow_link() -> None:
+async def test_a_slow_prefill_engine_by_what_a_placement_predicts() -> None:
+    """Both of two are slower than predicted; one that gets no prompts any more stays named."""
+    clock = ManualClock()
+    prompt = [1] * 6000
+    async with world(0, 0, anything=2, clock=clock, adjust=by_auto) as w:
+        bad, good = w.anything
+
+        async def measured(engine: FakeEngine, other: FakeEngine, seconds: float) -> None:
+            engine.default = taking(clock, seconds)
+            w.proxy.membership.drain(other.url, "test")
+            for number in range(3 * ROUNDS):
+                await asked(w, 1, prompt=[number, *prompt], stream=True)
+            w.proxy.membership.undrain(other.url, "test")
+
+        await measured(good, bad, 0.3)
+        await measured(bad, good, 0.3)
+        assert await named(w) == {}
+        await measured(bad, good, 2)
+        assert await named(w) == {"slow_prefill": 1}
+        found = "slow prefill engine: a prompt takes"
+        (text,) = await details(w)
+        assert text.startswith(f"any {bad.url}: {found}")
+        assert "times as long there as predicted" in text
+        assert found in await shown_of(w, bad.url)
+        assert await shown_of(w, good.url) == ""
+        await clock.advance(60)
+        assert await named(w) == {"slow_prefill": 1}
+        await measured(bad, good, 0.3)
+        assert await named(w) == {}
+
+
+@pytest.mark.parametrize("adjust", [lambda settings: settings, by_auto], ids=["split", "auto"])
+async def test_a_slow_link(adjust: Callable[[Settings], Settings]) -> None:
     """From one prefill engine to one decode engine: the other three links are as before."""
     clock = ManualClock()
-    async with world(2, 2, clock=clock) as w:
+    async with world(2, 2, clock=clock, adjust=adjust) as w:
         p, d = w.prefill[0], w.decode[0]
 
         async def loading(reply: Reply) -> None:
             kv = reply.request.kv or {}
             is_slow = slow_now and reply.engine is d and kv.get("remote_engine_id") == id_of(p)
-            await clock.advance(1.8 if is_slow else 0.1)
+            await clock.advance(2.5 if is_slow else 0.1)
             await reply.serve()
 
         slow_now = False

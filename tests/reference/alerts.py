@@ -284,8 +284,8 @@ WAITS = (
         _problem(slow.PREFILL),
         "5m",
         f"pdproxy {{instance}}: {slow.PREFILL.words}",
-        "It needs more than three times as long for its prompts as the fastest of its pool. GET "
-        "/ready names it.",
+        "It needs more than three times as long for its prompts as the fastest of its pool, with "
+        "placement auto beside what was predicted. GET /ready names it.",
     ),
     Alert(
         "PdproxyDecodeQueue",

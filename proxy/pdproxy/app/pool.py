@@ -4,7 +4,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -43,6 +43,7 @@ from pdproxy.observe.prompt_shares import PROMPT_TOKENS, PromptShares
 from pdproxy.observe.slow import MOVES_NOT, PROBLEMS
 from pdproxy.scheduling.decisions import Decisions
 from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.prefix.knowledge import FedIndex
 from pdproxy.scheduling.scheduler import Scheduler
 from pdproxy.serving.access.models import PoolModels
@@ -235,7 +236,7 @@ class PoolParts:
         transfers = Transfers(ledger, observers, now)
         if own is None or own.chooses:
             transfers.start()
-        slow = SlowEngines(engines, now)
+        slow = SlowEngines(engines, now, partial(_late, ledger.placement))
         engines.watch(slow)
         observers.show(PROBLEMS, slow.samples)
         observers.show(PROBLEMS, lambda: [((MOVES_NOT.name,), len(ledger.transfers.faults))])
@@ -402,3 +403,9 @@ class PoolParts:
             engine.client.close()
         await self.admin.close()
         await self.legs.close()
+
+
+def _late(placement: Placement | None) -> Mapping[str, float]:
+    """Return how many times as long as its placement predicts prompts take, by an engine's URL."""
+    state = None if placement is None else placement.state()
+    return {} if state is None else state.late

@@ -323,7 +323,8 @@ class LocalScheduler:
     def kv_took(self, prefill: str, decode: str, at: float, seconds: float) -> None:
         """See `Scheduler`."""
         if self._ledger.get(prefill) is not None and self._ledger.get(decode) is not None:
-            self._outliers.loaded(prefill, decode, at, seconds)
+            if not self._ledger.has_placement:  # it loads engines unevenly: none is left out for it
+                self._outliers.loaded(prefill, decode, at, seconds)
             if self._slow is not None:
                 self._slow.kv_took(prefill, decode, at, seconds)
 

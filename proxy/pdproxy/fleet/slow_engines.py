@@ -107,14 +107,22 @@ class _Queue:
 
 
 class SlowEngines:
-    """Names the engines of a pool that make requests slow. `now`: monotonic seconds.
+    """Names the engines of a pool that make requests slow. `now`: monotonic seconds. `late`: how
+    many times as long as its placement predicts prompts take, by URL; a placement sends engines
+    different prompts, so their times can't be compared.
 
     A watcher of engines. It is fed in the process that chooses engines.
     """
 
-    def __init__(self, engines: EngineRegistry, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        engines: EngineRegistry,
+        now: Callable[[], float],
+        late: Callable[[], Mapping[str, float]],
+    ) -> None:
         self._engines = engines
         self._now = now
+        self._late = late
         self._prefills: dict[str, _Recent] = {}
         self._pairs: dict[tuple[str, str], _Recent] = {}
         self._queues: dict[str, _Queue] = {}
@@ -158,7 +166,11 @@ class SlowEngines:
         self._before, self._named = self._named, set()
         found: dict[str, list[tuple[Cause, str]]] = {}
         causes = chain(
-            self._slow_prefills(at), self._slow_links(at), self._long_queues(), self._recomputing()
+            self._slow_prefills(at),
+            self._late_prefills(),
+            self._slow_links(at),
+            self._long_queues(),
+            self._recomputing(),
         )
         for cause, url, text in causes:
             found.setdefault(url, []).append((cause, f"{cause.words}: {text}"))
@@ -210,6 +222,24 @@ class SlowEngines:
                     url,
                     text,
                 )
+
+    def _late_prefills(self) -> Iterator[tuple[Cause, str, str]]:
+        """Yield the prefill engines whose prompts take longer than was predicted, compared with
+        others'.
+        """
+        late = {
+            url: times
+            for url, times in self._late().items()
+            if url in self._engines and Role.PREFILL in self._engines[url].in_ledger.uses
+        }
+        least = min(late.values(), default=1.0)
+        for url, times in late.items():
+            if self._is_named(PREFILL, url, (times, TIMES * least)):
+                text = (
+                    f"a prompt takes {times:.1f} times as long there as predicted, "
+                    f"{times / least:.1f} times as long as on the fastest one"
+                )
+                yield PREFILL, url, text
 
     def _slow_links(self, at: float) -> Iterator[tuple[Cause, str, str]]:
         """Yield the decode engines that wait for KV, a sentence each. Where requests wait for a

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
 import msgspec
@@ -73,12 +73,14 @@ class PlacementState:
 
     `errors`: by `ttft` and `tpot`: the mean of (measured - predicted) / predicted lately, and of
     its size. `corrections`: by an engine's URL and `prefill` or `step`: what its predicted times
-    are multiplied by. `kept`: engines that are kept for prefill.
+    are multiplied by. `kept`: engines that are kept for prefill. `late`: by URL, how many times as
+    long as predicted prompts take at an engine where enough were measured.
     """
 
     errors: Mapping[str, tuple[float, float]]
     corrections: Mapping[tuple[str, str], float]
     kept: int
+    late: Mapping[str, float] = field(default_factory=dict)
 
 
 class Placement(ABC):

@@ -441,4 +441,5 @@ class Auto(Placement):
                 )
             },
             kept=sum(group.kept.count for group in self._groups.values()),
+            late={load.url: load.prefill.value for load in loads if load.prefill.known},
         )

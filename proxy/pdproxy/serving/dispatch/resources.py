@@ -194,11 +194,10 @@ class ExchangeResources:
         return relay.fast_path.total / (relay.fast_path.events - 1)
 
     def kv_took(self, prefill: str, decode: str, seconds: float) -> None:
-        """Count the time of a stream's KV phase, where engines may be compared by it: as of
-        `_pace`.
+        """Count the time of a stream's KV phase, where engines may be compared by it: not where
+        requests go by what engines have in their caches.
         """
-        states = self.states
-        if not states.has_placement and not states.needs_details:
+        if self.states.has_placement or not self.states.needs_details:
             self.scheduler.kv_took(prefill, decode, self.now(), seconds)
 
     def count(self, failed: Iterable[Lease], transfers: Iterable[FailedTransfer]) -> None:
