@@ -353,6 +353,7 @@ def _entry(url: str, role: str, **fields: object) -> dict[str, object]:
         "health": {"state": "up", "reason": None},
         "load": {"requests": 3, "kv_usage": 0.634},
         "breaker": {"open_for_s": 0.0},
+        "waits": None,
         "slow": [],
         "pairs": {"paired": 1, "not_paired": [], "not_paired_count": 0},
         "drain": None,
@@ -416,6 +417,15 @@ def test_engines_of_pods_are_named_by_them(
     assert "llama-d-0" in table
     engines_table.show({"engines": [_entry(url, "decode")]}, NO_REQUESTS)
     assert "pod" not in capsys.readouterr().out.split()
+
+
+def test_engines_whose_revision_gets_no_requests_say_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    why = "revision v2 gets no requests: it has no prefill engine that is up"
+    engines_table.show({"engines": [_entry("http://d:1", "decode", waits=why)]}, NO_REQUESTS)
+    assert f"http://d:1 (decode): {why}" in capsys.readouterr().out
 
 
 def test_urls_that_are_cut_differ() -> None:

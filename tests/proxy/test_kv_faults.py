@@ -288,6 +288,7 @@ async def test_entries_show_faults() -> None:
                     w.proxy.engines,
                     w.proxy.pools[0].resources.shares,
                     w.proxy.pools[0].slow,
+                    w.proxy.ledger.revisions,
                 )
             ],
             w.proxy.stalls._clock.now,

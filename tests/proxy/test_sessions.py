@@ -202,6 +202,11 @@ async def test_a_new_revision_gets_requests_once_it_is_complete() -> None:
         assert not w.decode[1].requests
         told = "revision v2 gets no requests: it has no prefill engine that is up"
         assert told in (await w.get("/ready")).json["details"]
+        parts = {
+            name: w.metric("pdproxy_revision_share_ratio", pool="default", revision=name)
+            for name in ("v1", "v2")
+        }
+        assert parts == {"v1": 1.0, "v2": 0.0}
         for one in w.workers:
             engine = one.ledger.get(w.prefill[1].url)
             assert engine is not None

@@ -265,7 +265,7 @@ def test_a_revision_waits_until_it_is_complete_and_once_it_is_not_again() -> Non
     assert names() == {"B"}
     ledger.mark_down("p2@B", "gone", 0.0)
     assert names() == {"B"}, "no revision is complete: the decode engine that is left serves whole"
-    assert ledger.revisions.waiting() == []
+    assert ledger.revisions.waiting() == {}
 
 
 def test_a_revision_is_complete_for_each_model_of_its_own() -> None:
@@ -282,9 +282,9 @@ def test_a_revision_is_complete_for_each_model_of_its_own() -> None:
                 for url in urls(choose(ledger, Ask(model, 9, 0.0), split=split))
             }
             assert found == {revision}
-    assert ledger.revisions.waiting() == [
-        "revision B gets no requests for m: it has no prefill engine that is up"
-    ]
+    assert ledger.revisions.waiting() == {
+        "B": "revision B gets no requests for m: it has no prefill engine that is up"
+    }
 
 
 def test_without_revisions_nothing_is_prepared() -> None:

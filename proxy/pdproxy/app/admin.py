@@ -107,7 +107,12 @@ class AdminServer:
             EngineEntries(
                 [
                     PoolEngines(
-                        pool.name, pool.membership, pool.engines, pool.resources.shares, pool.slow
+                        pool.name,
+                        pool.membership,
+                        pool.engines,
+                        pool.resources.shares,
+                        pool.slow,
+                        pool.ledger.revisions,
                     )
                     for pool in proxy.pools
                 ],

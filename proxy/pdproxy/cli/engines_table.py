@@ -90,6 +90,8 @@ def _own_faults(entry: Mapping[str, Any]) -> Iterator[str]:
         yield f"{entry['health']['state']}: {reason}"
     if entry["breaker"]["open_for_s"]:
         yield f"excluded for {entry['breaker']['open_for_s']:.0f} s"
+    if entry["waits"]:
+        yield entry["waits"]
     yield from entry["slow"]
 
 

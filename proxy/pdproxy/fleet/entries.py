@@ -24,6 +24,7 @@ from pdproxy.observe.prompt_shares import PoolPrompts, PromptShares
 from pdproxy.observe.slow import MOVES_NOT
 from pdproxy.scheduling.compatibility import may_share
 from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
+from pdproxy.scheduling.revisions import Revisions
 from pdproxy.settings.engines import engine_url
 from pdproxy.settings.errors import SettingsError
 
@@ -156,6 +157,9 @@ class EngineEntry(msgspec.Struct, frozen=True):
     ]
     drain: EngineDrain | None
     labels: dict[str, str]
+    waits: Annotated[
+        str | None, Meta(description="why its revision gets no requests, null if it gets some")
+    ]
     slow: Annotated[list[str], Meta(description="why requests are slow there, as /ready says it")]
 
 
@@ -167,6 +171,7 @@ class PoolEngines(NamedTuple):
     engines: EngineRegistry
     shares: PromptShares
     slow: SlowEngines
+    revisions: Revisions
 
     def prompts(self) -> PoolPrompts:
         """Return how its last prompts were served."""
@@ -290,6 +295,7 @@ class EngineEntries:
             pairs=pairs,
             drain=self._drain(member, ledger_engine, now),
             labels=dict(member.settings.labels),
+            waits=pool.revisions.waiting().get(ledger_engine.revision),
             slow=slow.get(url, []),
         )
 

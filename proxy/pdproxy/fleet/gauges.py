@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.member import Member
+from pdproxy.kit.text import truncate
 from pdproxy.observe.description import NODE, ROLE, Label, MergeRule, Samples, gauge
 from pdproxy.observe.events import Observers
 from pdproxy.observe.metrics import Metrics
 from pdproxy.scheduling.ledger_engine import STATES
+from pdproxy.scheduling.revisions import Revisions
 
 NODE_INFO = gauge(
     "pdproxy_node_info",
@@ -77,6 +80,18 @@ NODE_STATE = gauge(
     ),
     workers=MergeRule.MEAN,  # the part of the workers that see it so
 )
+REVISION_SHARE = gauge(
+    "pdproxy_revision_share_ratio",
+    "ratio",
+    "The part of a pool's requests that a revision of its engines gets, by what these can do; 0: "
+    "it is not complete, and gets none. Only while there are several",
+    Label("pool", text="the pool's name"),
+    Label("revision", text="the value of the engines' label revision, or nothing"),
+    workers=MergeRule.MOST,
+    pools=MergeRule.MOST,
+)
+MAX_REVISIONS = 16
+"""How many revisions of a pool are shown, those with the largest parts."""
 
 
 class MetricsOfEngines:
@@ -138,3 +153,13 @@ def show_engines(
     observers.show(NODE_INFLIGHT, inflight)
     observers.show(NODE_UP, up)
     observers.show(NODE_STATE, states)
+
+
+def show_revisions(observers: Observers, revisions: Revisions, pool: str) -> None:
+    """Show the gauge of the revisions of a pool. `pool`: its name."""
+
+    def shares() -> Samples:
+        found = sorted(revisions.shares().items(), key=itemgetter(1), reverse=True)
+        return [((pool, truncate(name)), share) for name, share in found[:MAX_REVISIONS]]
+
+    observers.show(REVISION_SHARE, shares)

@@ -99,18 +99,17 @@ class Revisions:
         self._all: list[_Revision] = []
         self._by_model: dict[str | None, _Shares] = {}
         self._by_engines: dict[tuple[LedgerEngine, ...], _Shares] = {}
-        self._before: dict[str | None, _Shares] = {}
-        """The last ones of each model, for what they are owed."""
+        self._owed: dict[str | None, dict[Hashable, dict[str | None, float]]] = {}
+        """By model: see `_Shares.owed`. Kept when engines change."""
 
     def changed(self) -> None:
         """Forget what was found: an engine came up, went down or changed."""
-        self._before |= self._by_model
         for known in (self._all, self._by_model, self._by_engines):
             known.clear()
         names = {engine.revision for engine in self._engines.values() if engine.role is not ENCODE}
         self.several = len(names) > 1
-        if not self.several or len(self._before) > _MOST_MODELS:
-            self._before.clear()
+        if not self.several or len(self._owed) > _MOST_MODELS:
+            self._owed.clear()
 
     # -- whose turn it is
 
@@ -250,8 +249,8 @@ class Revisions:
                 for n in every  # also those that are down: the others are not meant to do without
             )
             shares = self._by_engines[serving] = self._look(serving, prefills=prefills)
-            if (before := self._before.get(model)) is not None:
-                shares.owed = before.owed
+            if serving:
+                shares.owed = self._owed.setdefault(model, {})
         if serving:  # a client can name any number of models
             self._by_model[model] = shares
         return shares
@@ -310,27 +309,32 @@ class Revisions:
         parts |= {one.name: share for one, share in zip(found.complete, found.shares, strict=True)}
         return {name or "": share for name, share in parts.items()}
 
-    def waiting(self) -> list[str]:
-        """Return which revisions get no requests, and why, a sentence each, or one for each model
-        that has another reason.
+    def waiting(self) -> dict[str | None, str]:
+        """Return why revisions get no requests, by name, a sentence each. None: engines without a
+        revision.
         """
         if not self.several:
-            return []
-        sentences = []
+            return {}
+        told = {}
         for revision in self._revisions():
-            found = {name: self._shares(name) for name in _models_of(revision.engines)}
-            lacks = {
-                model: shares.waiting.get(revision.name) if shares.complete else None
-                for model, shares in found.items()
-            }
-            one = len({*lacks.values()}) == 1
-            for model, lack in lacks.items():
+            name, models = revision.name, _models_of(revision.engines)
+            lacks: dict[str, list[str]] = {}
+            for model in models:
+                shares = self._shares(model)
+                lack = shares.waiting.get(name) if shares.complete else None
                 if lack is not None:
-                    of = "" if one else f" for {truncate(model)}"
-                    sentences.append(_sentence(revision.name, of, lack))
-                    if one:
-                        break
-        return sentences
+                    lacks.setdefault(lack, []).append(model)
+            sentences = []
+            for lack, of in lacks.items():
+                these = "" if of == models else f" for {truncate(', '.join(of))}"
+                sentences.append(
+                    f"engines without a revision get no requests{these}: they have {lack}"
+                    if name is None
+                    else f"revision {truncate(name)} gets no requests{these}: it has {lack}"
+                )
+            if sentences:
+                told[name] = "; ".join(sentences)
+        return told
 
 
 def shares_of(work: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
@@ -383,9 +387,3 @@ def _models_of(engines: Iterable[LedgerEngine]) -> list[str]:
         for model in engine.evidence.models - engine.evidence.adapters
     }
     return sorted(found)
-
-
-def _sentence(name: str | None, of: str, lack: str) -> str:
-    if name is None:
-        return f"engines without a revision get no requests{of}: they have {lack}"
-    return f"revision {truncate(name)} gets no requests{of}: it has {lack}"

@@ -6,7 +6,7 @@ from pdproxy.app.capacity import CAPACITY
 from pdproxy.app.sources import METRICS
 from pdproxy.deciding.engines_lost import ENGINES_LOST
 from pdproxy.fleet.exclusions import EXCLUSIONS
-from pdproxy.fleet.gauges import NODE_INFLIGHT, NODE_INFO, NODE_STATE, NODE_UP
+from pdproxy.fleet.gauges import NODE_INFLIGHT, NODE_INFO, NODE_STATE, NODE_UP, REVISION_SHARE
 from pdproxy.fleet.membership import MEMBER_CHANGES
 from pdproxy.fleet.stalls import CANARIES, STALLS
 from pdproxy.observe.requests import LEG_FAILURES, NODE_LEGS, NODE_SECONDS
@@ -67,6 +67,13 @@ STATES = [
         "The bound of the requests of an engine. At the bound it gets no more, and requests wait.",
         [(OF.now(CAPACITY).sum("node"), "{node}")],
         needs="limits.engine_requests",
+    ),
+    Panel(
+        "Requests by revision",
+        "The part of a pool's requests that each revision of its engines gets, by what these can "
+        "do. 0: it is not complete, GET /ready says what it lacks.",
+        [(OF.now(REVISION_SHARE).max("pool", "revision"), "{pool} {revision}")],
+        needs="engines of several revisions",
     ),
 ]
 TIMES = [
