@@ -17,14 +17,16 @@ from hypothesis import strategies as st
 from pdproxy.deciding.local_scheduler import LocalScheduler
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.leases import Assignment, Lease, Verdict
-from pdproxy.scheduling.ledger import Ledger, LedgerOptions
+from pdproxy.scheduling.ledger import ALONE, Ledger, LedgerOptions
 from pdproxy.scheduling.ledger_engine import REVISION, EngineSpec, Evidence, LedgerEngine, Role
 from pdproxy.scheduling.outliers import Outliers
+from pdproxy.scheduling.placements import PlacementContext
 from pdproxy.scheduling.policies import POLICIES
 from pdproxy.scheduling.policy import Ask, Cached
 from pdproxy.scheduling.revisions import LEAD, shares_of
 from pdproxy.settings.health import OutlierSettings
 from tests.auto.fleets import auto
+from tests.fakes.placement import Scripted, late
 
 SPLIT = (Role.PREFILL, Role.DECODE)
 ROLES = {
@@ -50,7 +52,10 @@ def fleet(text: str, label: str = REVISION, **more: object) -> list[EngineSpec]:
 
 
 def made(
-    specs: Sequence[EngineSpec], name: str = "least_load", cached: Cached | None = None
+    specs: Sequence[EngineSpec],
+    name: str = "least_load",
+    cached: Cached | None = None,
+    alone: Sequence[Role] = ALONE,
 ) -> Ledger:
     """A ledger of engines that are up. `name`: of a policy, or auto."""
     is_auto = name == "auto"
@@ -63,6 +68,7 @@ def made(
             placement=auto(cached=cached) if is_auto else None,
             cached=cached,
             chance=Random(1).random,
+            alone=alone,
         ),
     )
     for spec in specs:
@@ -313,6 +319,40 @@ def test_a_revision_whose_breaker_is_open_gets_nothing(name: str) -> None:
     found = served(ledger, asks, 600, split=lambda _: True)
     part = sum(one[0][-1] == "B" for one in found) / 600
     assert part == pytest.approx(0.4, abs=0.03), "1 of 3 and 1 of 2, beside 2 of 3 and 1 of 2"
+
+
+@pytest.mark.parametrize("name", ["least_load", "auto"])
+def test_any_pair_is_better_than_none(name: str) -> None:
+    """Of each revision the breaker of one engine is open, and of each role that of one: the rest
+    is no pair.
+    """
+    ledger = made(fleet("p1@A d1@A p2@B d2@B"), name, alone=(Role.AGGREGATED,))
+    ledger.exclude("p1@A", "slow", 100.0, 0.0)
+    ledger.exclude("d2@B", "slow", 100.0, 0.0)
+    found = urls(choose(ledger, Ask("m", 16_000, 1.0, 4000)))
+    assert found in (["p1@A", "d1@A"], ["p2@B", "d2@B"])
+
+
+def test_a_complete_revision_whose_prefill_engines_are_out_of_use_serves_whole() -> None:
+    """It has an aggregated engine. The other revision is not complete."""
+    ledger = made(fleet("a1@A p1@A d1@A d2@B"), "auto")
+    ledger.exclude("p1@A", "slow", 1000.0, 0.0)
+    asks = (Ask("m", 16_000, number * 0.01, 4000) for number in count())
+    found = served(ledger, asks, 100, split=lambda _: True)
+    assert {url for one in found for url in one} <= {"a1@A", "d1@A"}
+
+
+def test_what_a_placement_refuses_in_time_goes_to_no_incomplete_revision() -> None:
+    placement = Scripted(PlacementContext())
+    placement.usual = late
+    specs = fleet("p1@A d1@A d2@B")
+    options = LedgerOptions(breaker_failures=1, breaker_cooldown=10, placement=placement)
+    ledger = Ledger(specs, options)
+    for spec in specs:
+        ledger.mark_up(spec.url, EVIDENCE)
+    assert ledger.place(Ask("m", 9, 0.0), split=True) is None
+    assert {n.url for one in placement.candidates for n in one.engines} == {"p1@A", "d1@A"}
+    assert ledger.is_placeable(Ask("m", 9, 0.0), split=True)
 
 
 def test_a_revision_that_starts_slowly_is_not_owed_what_it_could_not_take() -> None:
