@@ -206,6 +206,15 @@ def test_a_revision_is_of_all_roles_and_changes_with_what_may_change_kv(
     assert (new != revision) == is_another
 
 
+@pytest.mark.parametrize("role", ["decode", "aggregated"])
+def test_one_more_entry_that_changes_no_kv_has_the_revision_of_the_others(role: str) -> None:
+    """Otherwise all engines would be replaced."""
+    more = {"name": "more", "role": role, "args": ["--max-num-seqs=8"]}
+    found = revisions({**ENGINES, "engines": [*ENGINES["engines"], more]})
+    assert len(found) == 3
+    assert {*found.values()} == {*revisions(ENGINES).values()}
+
+
 def test_models_have_revisions_of_their_own() -> None:
     before = revisions(SETS["two models"])
     changed = copy.deepcopy(SETS["two models"])

@@ -1,6 +1,6 @@
 {{- /* The engines of the values, each complete: what it has from engineDefaults, the name of its pool, and the
 revision. Engines of one model and one connector are a pool, and a pool has one revision: it changes with the
-image of one of them, and with each flag that may change the KV. */ -}}
+image of one of them, and with each flag that may change the KV. Plain engines exchange none. */ -}}
 {{- define "pdproxy.engines" -}}
 {{- $engines := list }}
 {{- $pools := dict }}
@@ -27,11 +27,13 @@ image of one of them, and with each flag that may change the KV. */ -}}
 {{- end }}
 {{- $kv := printf "%s %s %s" $engine.imageName $engine.transfer (include "pdproxy.kvArgs" $engine) }}
 {{- $kv = printf "%s %s %v %v" $kv $engine.model $engine.tensorParallelSize $engine.dataParallelSize }}
+{{- if ne $engine.role "aggregated" }}
 {{- $_ := set $pools $engine.pool (append (get $pools $engine.pool | default list) (printf "%s %s" $engine.role $kv)) }}
+{{- end }}
 {{- $engines = append $engines $engine }}
 {{- end }}
 {{- range $engines }}
-{{- $_ := set . "revision" (get $pools .pool | uniq | sortAlpha | join "\n" | sha256sum | trunc 10) }}
+{{- $_ := set . "revision" (get $pools .pool | default list | uniq | sortAlpha | join "\n" | sha256sum | trunc 10) }}
 {{- end }}
 {{- dict "engines" $engines | toJson }}
 {{- end }}
