@@ -259,6 +259,18 @@ def test_an_engine_ends_behind_the_requests_that_it_has(values: dict[str, Any], 
     assert left > int(option(container, "--shutdown-timeout"))
 
 
+def test_the_hook_knows_variables_that_the_chart_gives_it() -> None:
+    hook = (CHART / "files" / "prestop.sh").read_text()
+    for name in ("2p2d", "mooncake", "TLS"):
+        container = engine_of(rendered(SETS[name]), "prefill")
+        program, *words = container["lifecycle"]["preStop"]["exec"]["command"]
+        given = dict(word.split("=") for word in words if "=" in word)
+        assert (program, words[-2:]) == ("env", ["sh", "/pdproxy/prestop.sh"])
+        assert all(f"${{{variable}:-" in hook for variable in given)
+        assert given["PDPROXY_SCHEME"] == ("https" if name == "TLS" else "http")
+        assert ("KV_SECONDS" in given) == (name == "mooncake")
+
+
 @pytest.mark.parametrize("name", [name for name in SETS if SETS[name].get("engines")])
 def test_engines_need_no_more_than_the_baseline_standard(name: str) -> None:
     objects = rendered(SETS[name])
