@@ -12,6 +12,7 @@ from pdproxy.fleet.sources import FoundEngine, FoundEngines, SourceAnswer
 from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.kv import ReceiverSettings
+from tests.fakes.world import until
 from tests.unit.test_membership import World
 
 URL = "pods://:8000/app=vllm"
@@ -81,6 +82,26 @@ async def test_another_pod_with_the_same_address_is_another_engine(w: World, rea
     if after is not None:
         assert after.is_new
         assert after.settings.labels == {"pod": "p-2"}
+
+
+async def test_another_pod_with_the_address_of_one_that_leaves_is_another_engine(
+    w: World,
+) -> None:
+    """Nothing of the drain is left. Of addresses that nobody has any more nothing is kept."""
+    source = followed(w)
+    source.answered(answer(pod(pod="p")))
+    before = w.engines[ONE]
+    w.held.add(ONE)
+    source.answered(answer(pod(TWO, "b")))
+    assert w.members.members[ONE].leaves
+    source.answered(answer(pod(uid="c", pod="p"), pod(TWO, "b")))
+    assert in_use(w) == {ONE, TWO}
+    assert w.engines[ONE] is not before
+    w.held.clear()
+    source.answered(answer(pod(TWO, "b")))
+    await until(lambda: w.members.members.keys() == {TWO})
+    source.answered(answer(pod(TWO, "b")))
+    assert source._identities == {TWO: "b"}
 
 
 async def test_the_same_pod_with_other_labels_is_the_same_process(w: World) -> None:

@@ -232,6 +232,12 @@ class FoundEngines:
                 left_out.append(why)
             elif self._joins(found):
                 wanted[found.url] = engine
+        members, there = self._membership.members, {one.url for one in self._answer.engines or ()}
+        self._identities = {
+            url: identity
+            for url, identity in self._identities.items()
+            if url in there or url in members
+        }
         are_new = self._are_new or self._had is not None
         try:
             self._membership.apply(self.name, list(wanted.values()), are_new=are_new)
@@ -283,8 +289,9 @@ class FoundEngines:
         """
         url, member = found.url, self._membership.members.get(found.url)
         is_there = member is not None and member.is_wanted_by(self.name)
+        is_own = is_there or (member is not None and member.source == self.name)  # it may leave
         before = self._identities.get(url)
-        if is_there and before is not None and before != found.identity:
+        if is_own and before is not None and before != found.identity:
             self._membership.remove(url, self.name, at_once=True)
             is_there = False
         self._identities[url] = found.identity
