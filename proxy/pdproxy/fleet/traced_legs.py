@@ -25,7 +25,7 @@ class TracedOpenLegs(OpenLegs):
 
     def add(self, leg: OpenLeg) -> None:
         """See `OpenLegs`."""
-        OpenLegs.add(self, leg)  # in place of `super()`, which costs more than all of that
+        OpenLegs.add(self, leg)  # `super()` costs more than all of that
         if (span := begin_leg(leg.phase, self._node, leg.since)) is not None:
             self._spans[leg] = span
 

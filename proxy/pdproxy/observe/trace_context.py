@@ -43,8 +43,3 @@ def read_traceparent(lines: Iterable[tuple[bytes, bytes]]) -> TraceParent | None
     if version == b"00" and rest is not None:
         return None
     return TraceParent(trace_id.decode(), span_id.decode(), int(flags, 16) & (SAMPLED | RANDOM))
-
-
-def traceparent(trace_id: str, span_id: str, flags: int) -> bytes:
-    """Return the header's value. `flags`: the known ones, so that they are one digit."""
-    return f"00-{trace_id}-{span_id}-0{flags}".encode()

@@ -32,7 +32,6 @@ from pdproxy.observe.trace_context import (
     TRACESTATE,
     TraceParent,
     read_traceparent,
-    traceparent,
 )
 
 MAX_SPANS = 128
@@ -105,12 +104,13 @@ class Trace:
     )
 
     def __init__(self, parent: TraceParent | None, ratio: float, began: float) -> None:
-        self.span_id = _draw(64).to_bytes(8).hex()  # a format costs ten times as much
+        number = _draw(192)
+        ids = number.to_bytes(24).hex()  # a format costs ten times as much
+        self.span_id = ids[:16]
         self.parent_id: str | None = None
         """The client's span, None if it has sent none."""
         if parent is None:
-            number = _draw(128)
-            self.trace_id = number.to_bytes(16).hex()
+            self.trace_id = ids[16:]
             # As OpenTelemetry's samplers: all services choose the same traces.
             self.flags = SAMPLED if number % _IDS < ratio * _IDS else 0
         else:
@@ -197,7 +197,9 @@ def leg_lines(lines: Lines) -> Lines:
     trace, leg = TRACE.get(), LEG.get()
     if trace is None or leg is None or leg.end is not None:
         return lines
-    return (*lines, (TRACEPARENT, traceparent(trace.trace_id, leg.span_id, trace.flags)))
+    # the known flags are one digit
+    value = f"00-{trace.trace_id}-{leg.span_id}-0{trace.flags}".encode()
+    return (*lines, (TRACEPARENT, value))
 
 
 def begin_leg(phase: str, node: str, since: float) -> NotedSpan | None:

@@ -18,7 +18,7 @@ class TracedEngineClient(EngineClient):
 
     def request(self, path: str, headers: tuple[tuple[bytes, bytes], ...], body: bytes) -> Message:
         """See `EngineClient`."""
-        return super().request(path, leg_lines(headers), body)
+        return EngineClient.request(self, path, leg_lines(headers), body)  # `super()` costs more
 
 
 class TracedPassthroughLegs(PassthroughLegs):
