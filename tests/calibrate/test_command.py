@@ -5,6 +5,7 @@ orderly end.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -165,7 +166,8 @@ def test_a_terminal_shows_the_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(sys, "stderr", terminal)
     with engines(FAST) as (engine,):
         assert run(engine.url, tmp_path / "mine.json", "--max-seconds", "1") == 1
-    assert "\r\x1b[Ktrial 1, at most 1 seconds left: " in terminal.getvalue()
+    shown = terminal.getvalue()
+    assert re.search(r"\r\x1b\[Ktrial 1, at most [01] seconds left: a prompt of ", shown), shown
 
 
 def test_a_port_that_refuses_is_reported(

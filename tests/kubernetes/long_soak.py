@@ -1,6 +1,6 @@
 """Whole proxies that follow 256 pods of a real API server: 20 changes a second for five minutes,
-while connections are cut at random, and the server is killed twice. After each calm of two seconds
-the engines are the pods'.
+while connections are cut at random and the server is killed twice, and after each calm of two
+seconds the engines are the pods'.
 """
 
 # Run by `.ci/full kubernetes`. No engine answers: only who is a member is asked, of the admin API.

@@ -15,15 +15,18 @@ import pytest
 import trustme
 
 from pdproxy.app.credentials import Credentials
+from pdproxy.fleet.found_file import FoundFile
 from pdproxy.kit.regular_file import UnusableFileError, read_regular
 from pdproxy.kit.reloading_file import ReloadingFile
 from pdproxy.settings.errors import Mistakes, SettingsError
 from pdproxy.settings.files import read_yaml
+from pdproxy.settings.kubernetes import Kubernetes
 from pdproxy.settings.load import load
 from pdproxy.settings.schema import Settings
 from pdproxy.settings.section import File, fields_of
 from pdproxy.tokens import tokenizer
 from pdproxy.tokens.errors import UnusableError
+from pdproxy.upstream.kubernetes import KubernetesApi
 
 NODES = "nodes: [{url: 'https://p:1', role: prefill}, {url: 'http://d:1', role: decode}]"
 AT_START: dict[str, str] = {
@@ -55,6 +58,8 @@ AT_START: dict[str, str] = {
 }
 """For each setting that names a file: settings with it. GOOD: a certificate with its key."""
 OTHERWISE = {
+    "kubernetes.kubeconfig": "when a source is made: see `test_a_kubeconfig_file`",
+    "kubernetes.cache_file": "what can't be used is not there: see `test_a_file_of_found_engines`",
     "observe.tracing.headers_file": "see tests/unit/test_settings_tracing.py",
     "listen.uds": "a socket that is bound, not a file that is read",
     "pools.tokenizer": "a folder: see `test_a_tokenizers_folder`",
@@ -155,6 +160,22 @@ def test_a_tokenizers_folder(place: Path, make: Callable[[Path], None], why: str
     make(place / "tokenizer.json")
     with pytest.raises(UnusableError, match=f"^tokenizer.json {why}"):
         tokenizer.load(str(place))
+
+
+@kinds
+def test_a_kubeconfig_file(place: Path, make: Callable[[Path], None], why: str) -> None:
+    """What can't be used ends the start, with its name."""
+    make(place)
+    with pytest.raises(SettingsError, match=why) as caught:
+        KubernetesApi(Kubernetes(kubeconfig=str(place)))
+    assert str(place) in str(caught.value)
+
+
+@kinds
+def test_a_file_of_found_engines(place: Path, make: Callable[[Path], None], why: str) -> None:
+    """Nothing is known then."""
+    make(place)
+    assert FoundFile(str(place), "pods://:8000/a").read() is None, why
 
 
 @kinds
