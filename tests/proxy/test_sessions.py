@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pdproxy.fleet.entries import EngineEntries, EnginePairs, PoolEngines
 from pdproxy.settings.pools import PoolPolicy
 from pdproxy.settings.schema import Settings
 from tests.fakes.passed import asked as requests_of
@@ -207,6 +208,14 @@ async def test_a_new_revision_gets_requests_once_it_is_complete() -> None:
             for name in ("v1", "v2")
         }
         assert parts == {"v1": 1.0, "v2": 0.0}
+        (pool,) = w.proxy.pools
+        parts_of_pool = (pool.membership, pool.engines, pool.resources.shares, pool.slow)
+        entries = EngineEntries(
+            [PoolEngines(pool.name, *parts_of_pool, pool.ledger.revisions)], lambda: 0.0
+        )
+        new, old = (entries.entry(one.url) for one in (w.decode[1], w.decode[0]))
+        assert (new.waits, old.waits) == (told, None)
+        assert old.pairs == EnginePairs(1, [], 0), "the other revision's are no pairs that fail"
         for one in w.workers:
             engine = one.ledger.get(w.prefill[1].url)
             assert engine is not None

@@ -347,10 +347,10 @@ def _pairs(engine: LedgerEngine, ledger_engines: Sequence[LedgerEngine], shown: 
 
 
 def _difference(engine: LedgerEngine, other: LedgerEngine) -> str | None:
-    """Return why two engines share no prompt, None if they do, "" if their roles are not for
-    that.
+    """Return why two engines share no prompt, None if they do, "" if their roles or revisions are
+    not for that.
     """
-    if engine is other:
+    if engine is other or engine.revision != other.revision:
         return ""
     found: str | None = ""
     for prefill, decode in ((engine, other), (other, engine)):
