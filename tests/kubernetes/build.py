@@ -135,6 +135,6 @@ def _compile(work: Path) -> Path:
 
 if __name__ == "__main__":
     try:
-        print(*ensure(Path(sys.argv[1]) if sys.argv[1:] else None), sep="\n")
+        print(*(one.name for one in ensure(Path(sys.argv[1]) if sys.argv[1:] else None)))
     except KubernetesUnavailable as error:
         sys.exit(f"{Path(__file__).name}: {error}")

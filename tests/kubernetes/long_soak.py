@@ -1,8 +1,8 @@
-"""Whole proxies that follow 256 pods of a real API server: 20 changes a second for five minutes,
-while connections are cut at random and the server is killed twice, and after each calm of two
-seconds the engines are the pods'.
-"""
+"""Whole proxies that follow 256 pods of a real API server have their engines, and no others."""
 
+# 20 changes a second for five minutes, while connections are cut at random, and the server is
+# killed twice: after each calm of two seconds the engines are the pods'.
+#
 # Run by `.ci/full kubernetes`. No engine answers: only who is a member is asked, of the admin API.
 # PDPROXY_TEST_ROUNDS: how many calms, 60 if it is not set.
 

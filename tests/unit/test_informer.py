@@ -278,7 +278,7 @@ async def test_a_server_ends_watches_in_time(api: KubernetesApi, follow: Follow)
     ("fault", "text"),
     [
         ("away", "disconnected"),
-        ("silent", "no answer in 0.1 s"),
+        ("silent", "no answer in 0.5 s"),
         ("garbage", "can't be read"),
         ("unavailable", "answers 503"),
         ("busy", "answers 429"),
@@ -294,9 +294,9 @@ async def test_the_last_objects_stay_while_the_server_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is wrong is said; two failures in a row have a list once it works again."""
-    monkeypatch.setattr(kubernetes, "MAX_LINE", 2**21)
+    monkeypatch.setattr(kubernetes, "MAX_LINE", 2**16)
     api.put("a", metadata=APP)
-    async with follow(timeout=0.1) as f:
+    async with follow(timeout=0.5 if fault == "silent" else 30) as f:
         await f.has("a")
         await until(lambda: api.watches)
         api.fault = fault
@@ -346,6 +346,20 @@ async def test_a_token_that_was_replaced_is_read_again(
         await f.has("a")
 
 
+async def test_a_kubeconfig_file_that_was_replaced_is_read_again(
+    api: KubernetesApi, follow: Follow, tmp_path: Path
+) -> None:
+    """With all that is in it."""
+    api.tokens = {"first"}
+    async with follow({"token": "first"}) as f:
+        await f.has()
+        api.tokens = {"second"}
+        api.cut()
+        await until(lambda: "answers 401: Unauthorized" in (f.problem or ""))
+        kubeconfig(tmp_path, api, token="second")
+        await f.has()
+
+
 async def test_a_namespace_that_may_not_be_read_is_named(
     api: KubernetesApi, follow: Follow
 ) -> None:
@@ -368,6 +382,10 @@ async def test_too_many_objects_are_refused(
         await f.has("a", "b", "c")
         api.put("d", metadata=APP)
         await until(lambda: "more than 3 objects" in (f.problem or ""))
+        listed = api.answered["list"]
+        await until(lambda: api.answered["list"] >= listed + 2)
+        assert f.names == {"a", "b", "c"}
+        assert "more than 3 objects" in (f.problem or "")
         api.delete("d")
         await f.has("a", "b", "c")
         monkeypatch.setattr(kubernetes, "MAX_ANSWER", 100)

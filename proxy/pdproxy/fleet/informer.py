@@ -282,8 +282,9 @@ class Informer(Generic[T]):
         if kind == "deleted":
             self._objects.pop(_key(one), None)
         elif kind != "bookmark":
+            if _key(one) not in self._objects:
+                _check_number(len(self._objects) + 1)
             self._objects[_key(one)] = one
-            _check_number(len(self._objects))
         if not one.metadata.resource_version:
             raise ApiError("a watch with an event without a version")
         self._version = one.metadata.resource_version
