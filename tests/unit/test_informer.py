@@ -245,8 +245,9 @@ async def test_bookmarks_keep_the_version_young(api: KubernetesApi, follow: Foll
     """Others' events pass the window meanwhile: no list is needed all the same."""
     api.bookmarks, api.window = 0.02, 3
     api.put("a", metadata=APP)
-    async with follow(silence=5) as f:
+    async with follow(silence=30) as f:
         await f.has("a")
+        await until(lambda: api.watches)
         for number in range(10):
             api.put(f"other-{number}")
         seen = f.counts.events["bookmark"]
