@@ -190,7 +190,8 @@ def test_what_became_of_a_slow_engine_and_of_auto_is_told() -> None:
     alone = Seen(Recovery(), 2, "u"), Seen(Recovery(), 2, "v")
     guarded = Seen(Recovery(failed_legs=1), 3, "u", 1), Seen(Recovery(), 2, "v")
     told = reaction(Pressed("kill", "Killed."), alone, guarded)
-    assert "1 requests failed (1 was alone there" in told
+    assert "1 request failed (1 was alone there" in told
+    assert "1 request was tried again; plain: 0 streams" in told
     none = Seen(Recovery(exclusions={"u": 1}), 0, "u")
     out = Seen(Recovery(exclusions={"u": 2}), 0, "u")
     told = reaction(Pressed("slow", "Slow."), (none, none), (none, out))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdproxy_lab.demo.comparison.controls import Pressed
+from pdproxy_lab.demo.counted import counted
 from pdproxy_lab.demo.figures import Recovery
 
 
@@ -32,7 +33,8 @@ def reaction(pressed: Pressed, before: tuple[Seen, Seen], now: tuple[Seen, Seen]
                 other.guarded - one.guarded for one, other in zip(before, now, strict=True)
             )
             why = f" ({guarded} was alone there: it may be why, and there is one engine left)"
-            return f"{pressed.text} {failed} requests failed{why if guarded else ''}. {done}."
+            told = f"{counted(failed, 'request')} failed{why if guarded else ''}"
+            return f"{pressed.text} {told}. {done}."
         case "slow":
             return f"{pressed.text} {_excluded(before, now)}"
         case "way":
@@ -46,7 +48,9 @@ def reaction(pressed: Pressed, before: tuple[Seen, Seen], now: tuple[Seen, Seen]
 def _done(name: str, before: Seen, now: Seen) -> str:
     went_on = now.recovery.continued - before.recovery.continued
     again = now.recovery.failed_legs - before.recovery.failed_legs - went_on
-    return f"{name}: {went_on} streams went on elsewhere, {max(again, 0)} requests were tried again"
+    streams, requests = counted(went_on, "stream"), counted(max(again, 0), "request")
+    were = "was" if again == 1 else "were"
+    return f"{name}: {streams} went on elsewhere, {requests} {were} tried again"
 
 
 def _excluded(before: tuple[Seen, Seen], now: tuple[Seen, Seen]) -> str:

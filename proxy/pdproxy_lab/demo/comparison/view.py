@@ -15,6 +15,7 @@ from rich.text import Text
 
 from pdproxy_lab.demo.comparison.scores import Score, Spread
 from pdproxy_lab.demo.comparison.verdict import Verdict
+from pdproxy_lab.demo.counted import counted
 
 State = Literal["up", "slow", "killed", "not used", "unknown"]
 KEYS = "1-{count} engine  k kill/start  s slow  +/- load  l limits  a auto  q end"
@@ -184,7 +185,9 @@ def _setting(picture: Picture) -> list[Text]:
     load, times = setting(picture)
     lines = [Text(load), Text(times, "dim")]
     if picture.left_out:
-        lines[1] = Text(f"{picture.left_out} requests left out: too many wait.", "bold red")
+        lines[1] = Text(
+            f"{counted(picture.left_out, 'request')} left out: too many wait.", "bold red"
+        )
     return lines
 
 
