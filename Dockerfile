@@ -4,7 +4,7 @@
 #   docker run --rm -p 127.0.0.1:8000:8000 pdproxy serve --prefill http://10.0.0.1:8200 --decode http://10.0.0.2:8300
 #
 # Without arguments the container runs `pdproxy serve`, which then needs a file: -v ./my.yaml:/etc/pdproxy.yaml:ro -e PDPROXY_CONFIG=/etc/pdproxy.yaml
-# SIGTERM drains: allow the container more time to stop than deadlines.drain (docker stop --time 70).
+# SIGTERM drains, up to 280 s with the default deadlines: docker stop --time 300.
 
 # Python's minor version and Debian's release are fixed; the next build brings fixes of both.
 FROM python:3.11-slim-bookworm AS build

@@ -215,7 +215,8 @@ def test_a_proxy_of_compose_is_published_only_on_the_loopback(
     assert settings.listen.host == "0.0.0.0"
     (published,) = SERVICES[name]["ports"]
     assert re.fullmatch(rf"127\.0\.0\.1:\d+:{settings.listen.port}", published)
-    assert float(SERVICES[name]["stop_grace_period"].removesuffix("s")) > settings.deadlines.drain
+    grace = float(SERVICES[name]["stop_grace_period"].removesuffix("s"))
+    assert grace > longest_drain(settings.deadlines, settings.listen.linger)
 
 
 def test_compose_publishes_nothing_but_the_proxies_on_ports_of_their_own() -> None:
