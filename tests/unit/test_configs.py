@@ -388,7 +388,8 @@ def test_the_locks_pin_all_that_is_installed() -> None:
         return {re.split(r"[\[<>=; ]", one)[0].lower().replace("_", "-") for one in requirements}
 
     extras = project["optional-dependencies"]
-    assert names(project["dependencies"]) <= pinned("requirements-image.lock").keys()
+    image = [*project["dependencies"], *extras["kubernetes"], *extras["tracing"]]
+    assert names(image) <= pinned("requirements-image.lock").keys()
     assert names(extras["build"]) <= pinned("requirements-build.lock").keys()
     installed = [*project["dependencies"], *extras["test"], *extras["build"], *extras["site"]]
     assert names(installed) <= pinned("requirements.lock").keys()
