@@ -16,7 +16,7 @@ from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, LedgerEngine, Role
 from pdproxy.scheduling.policies import POLICIES, names
-from pdproxy.scheduling.policy import Ask, Cached, Policy, PolicyContext
+from pdproxy.scheduling.policy import Ask, Cached, Policy, PolicyContext, Turns
 from pdproxy.scheduling.session import BOUND
 
 ROLES = [Role.PREFILL, Role.DECODE, Role.AGGREGATED]
@@ -87,6 +87,13 @@ def test_a_ranking_has_each_engine_once(name: str, role: Role, data: st.DataObje
     one = policy(name, role, Random(data.draw(st.integers(0, 99))).random, cached=lambda _: matched)
     assert sorted(map(id, one.rank(ask, among))) == sorted(map(id, among))
     assert one.best_of(among)(ask) in among
+
+
+def test_engines_that_are_ranked_alike_take_turns() -> None:
+    among, turns = nodes(4, 1, 1, 1), Turns()
+    first = Counter(min(turns.of(among), key=lambda engine: engine.requests).url for _ in range(12))
+    assert {*first} == {engine.url for engine in among[1:]}
+    assert [sorted(turns.of(among), key=lambda engine: engine.url) for _ in among] == [among] * 4
 
 
 @pytest.mark.parametrize("name", names())

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
-from pdproxy.scheduling.policy import Ask, Best, Policy
+from pdproxy.scheduling.policy import Ask, Best, Policy, Turns
 
 
 def measure_of(role: Role) -> Callable[[LedgerEngine], tuple[int, int]]:
@@ -35,8 +35,8 @@ class LeastLoad(Policy):
         self._by_bytes = role is Role.PREFILL
         self._measures = measure_of(role)
         self._turn = 0
-        self._ranked = 0
-        """The turn of rankings, apart: they follow where the best engines of two roles can't work
+        self._rankings = Turns()
+        """The turns of rankings, apart: they follow where the best engines of two roles can't work
         together. If each such request took two turns, it would be the same engine's turn for ever.
         """
         self._places: dict[LedgerEngine, list[tuple[list[int], int]]] = {}
@@ -44,11 +44,7 @@ class LeastLoad(Policy):
 
     def rank(self, ask: Ask, engines: Sequence[LedgerEngine]) -> list[LedgerEngine]:
         """See `Policy`."""
-        self._ranked += 1
-        turn = self._ranked % len(engines)
-        ranked = [*engines[turn:], *engines[:turn]]
-        ranked.sort(key=self._measures)
-        return ranked
+        return sorted(self._rankings.of(engines), key=self._measures)
 
     def best_of(self, engines: Sequence[LedgerEngine]) -> Best:
         """See `Policy`."""

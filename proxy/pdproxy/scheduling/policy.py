@@ -104,6 +104,21 @@ class Policy(ABC):
         return None
 
 
+class Turns:
+    """Has engines that a policy ranks alike take turns: a stable sort of `of(engines)` puts another
+    one of them first each time. A policy without turns sends all its first requests to one engine.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def of(self, engines: Sequence[LedgerEngine]) -> list[LedgerEngine]:
+        """Return the engines, beginning one further than at the last call."""
+        self._number += 1
+        turn = self._number % len(engines)
+        return [*engines[turn:], *engines[:turn]]
+
+
 Cached = Callable[[Ask], Mapping[str, int]]
 """Returns how many tokens of a request's prompt engines should have in their caches, by URL; those
 without may be left out.
