@@ -8,10 +8,8 @@ cuts every wait short.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
-import signal
 import socket
 
 import aiohttp
@@ -19,7 +17,6 @@ import msgspec
 import uvloop
 
 from pdproxy.app.listening import listen
-from pdproxy.app.server import INTERRUPTED
 from pdproxy.app.signals import Ending
 from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.pools import Pool
@@ -35,7 +32,7 @@ from pdproxy_lab.demo.served import ServedProxy
 from pdproxy_lab.demo.tally import Tally
 from pdproxy_lab.demo.traffic import Traffic
 from pdproxy_lab.demo.vllm.fleet import VllmEngines
-from pdproxy_lab.demo.waits import EndedError, or_at_once, unless_ended, until
+from pdproxy_lab.demo.waits import or_at_once, played, unless_ended, until
 
 EVERY = 1.0
 """Seconds between two readings of the metrics."""
@@ -88,14 +85,8 @@ class _Demo:
         self._url = self._proxy.url
 
     async def run(self) -> int:
-        # SIGHUP: the terminal is gone.
-        self._ending.take_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        try:
-            with contextlib.suppress(EndedError):
-                await self._play()
-        finally:
-            code = await self._end()
-        return code
+        say: Say = (lambda _: None) if self._options.quiet else self._say
+        return await played(self._play(), self._end, self._ending, say)
 
     # -- up
 
@@ -161,21 +152,14 @@ class _Demo:
     # -- down
 
     async def _end(self) -> int:
-        """Stop what was started, in order, and return the exit code. Each step is short once
-        `at_once` is set.
-        """
+        """Stop what was started, in order, and return the exit code."""
         at_once = self._ending.at_once
-        self._ending.requested.set()  # from now on a Ctrl-C is the second one
-        if not self._options.quiet:
-            with contextlib.suppress(OSError):  # the reader of standard output may be gone
-                self._say("ending (Ctrl-C again: at once)")
         if self._traffic is not None:
             await or_at_once(self._traffic.stop(TRAFFIC_GRACE), at_once)
         try:
-            code = await self._proxy.end()
+            return await self._proxy.end()
         finally:
             await self._engines.stop(at_once)
-        return INTERRUPTED if at_once.is_set() else code
 
 
 class _Card(msgspec.Struct):

@@ -1,19 +1,41 @@
-"""Waits that the end of the demo cuts short."""
+"""The course of a demo: it plays until its end, and the end cuts waits short."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+import contextlib
+import signal
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
+from pdproxy.app.server import INTERRUPTED
 from pdproxy.app.signals import Ending
-from pdproxy_lab.demo.options import DemoError
+from pdproxy_lab.demo.options import DemoError, Say
 
 _T = TypeVar("_T")
 
 
 class EndedError(Exception):
     """The user has ended the demo."""
+
+
+async def played(
+    play: Coroutine[Any, Any, None], end: Callable[[], Awaitable[int]], ending: Ending, say: Say
+) -> int:
+    """Run `play` until it is over or the user ends it, then `end`, each step of which is short once
+    `at_once` is set. Return the exit code: that of `end`, or 130 at a second Ctrl-C.
+    """
+    # SIGHUP: the terminal is gone.
+    ending.take_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    try:
+        with contextlib.suppress(EndedError):
+            await play
+    finally:
+        ending.requested.set()  # from now on a Ctrl-C is the second one
+        with contextlib.suppress(OSError):  # the reader of standard output may be gone
+            say("ending (Ctrl-C again: at once)")
+        code = await end()
+    return INTERRUPTED if ending.at_once.is_set() else code
 
 
 async def unless_ended(what: Coroutine[Any, Any, _T], ending: Ending) -> _T:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import random
-import signal
 import socket
 import statistics
 import sys
@@ -23,7 +22,6 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from pdproxy.app.server import INTERRUPTED
 from pdproxy.app.signals import Ending
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.settings.engines import Role
@@ -45,7 +43,7 @@ from pdproxy_lab.demo.machine import core_share, since_enter
 from pdproxy_lab.demo.options import CHUNK, DemoError, DemoOptions, Say
 from pdproxy_lab.demo.scrape import scrape
 from pdproxy_lab.demo.screen import log_to_stderr
-from pdproxy_lab.demo.waits import EndedError, or_at_once, unless_ended, until
+from pdproxy_lab.demo.waits import or_at_once, played, unless_ended, until
 
 EVERY = 1.0
 """Seconds between two pictures, and between two readings of the metrics."""
@@ -101,13 +99,7 @@ class Comparison:
         Raises:
             DemoError: it can't run; the text says why.
         """
-        self._ending.take_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        try:
-            with contextlib.suppress(EndedError):
-                await self._play()
-        finally:
-            code = await self._end()
-        return code
+        return await played(self._play(), self._end, self._ending, self._say)
 
     # -- up
 
@@ -361,13 +353,8 @@ class Comparison:
     # -- down
 
     async def _end(self) -> int:
-        at_once = self._ending.at_once
-        self._ending.requested.set()  # from now on a Ctrl-C is the second one
-        with contextlib.suppress(OSError):  # the reader of standard output may be gone
-            self._say("ending (Ctrl-C again: at once)")
-        await or_at_once(self._tasks.settle(0), at_once)
-        codes = await asyncio.gather(*(fleet.stop() for fleet in self._fleets))
-        return INTERRUPTED if at_once.is_set() else max(codes)
+        await or_at_once(self._tasks.settle(0), self._ending.at_once)
+        return max(await asyncio.gather(*(fleet.stop() for fleet in self._fleets)))
 
 
 def _name(role: Role, number: str) -> str:
