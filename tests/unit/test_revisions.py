@@ -272,6 +272,24 @@ def test_a_revision_waits_until_it_is_complete_and_once_it_is_not_again() -> Non
     ledger.mark_down("p2@B", "gone", 0.0)
     assert names() == {"B"}, "no revision is complete: the decode engine that is left serves whole"
     assert ledger.revisions.waiting() == {}
+    assert len(ledger.revisions.shortcomings()) == 1
+    ledger.mark_down("p1@A", "gone", 0.0)
+    assert ledger.revisions.shortcomings() == [], "that no prefill engine is up is said elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("engines", "why"),
+    [
+        ("p1@A p2@A d1@B d2@B", "2 revisions is complete: revision A has no decode"),
+        ("p1 d1@A p2@B d2@C", "4 revisions is complete: engines without a revision have no decode"),
+        ("x1@A d1@B", None),
+    ],
+)
+def test_a_label_that_makes_no_revision_complete_is_named(engines: str, why: str | None) -> None:
+    """With another value for each role, or for each pod, it would have no prompt split."""
+    text = f"no prompt is split, since none of {why} engine that is up"
+    told = made(fleet(engines)).shortcomings(0.0)
+    assert [one for one in told if "complete" in one] == ([text] if why else [])
 
 
 def test_a_revision_is_complete_for_each_model_of_its_own() -> None:

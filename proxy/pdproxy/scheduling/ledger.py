@@ -640,6 +640,6 @@ class Ledger(EngineStates):
             *readiness.not_encoding(self.engines, now),
             *readiness.not_moving(self.transfers.faults.values(), now),
             *self._not_paired,
-            *self.revisions.waiting().values(),
+            *self.revisions.shortcomings(),
             *dict.fromkeys(text for text in told if text is not None),
         ]

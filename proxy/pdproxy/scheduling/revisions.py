@@ -336,6 +336,23 @@ class Revisions:
                 told[name] = "; ".join(sentences)
         return told
 
+    def shortcomings(self) -> list[str]:
+        """Return which revisions get no requests, or that none is complete, so that no prompt is
+        split: their label may have another value for each role, or for each engine.
+        """
+        found = [*self.waiting().values()]
+        if not self.several or (shares := self._shares(None)).complete:
+            return found
+        up = [engine for engine in self._engines.values() if engine.available]
+        if not shares.waiting or any(all(role not in n.uses for n in up) for role in SPLIT):
+            return found
+        name, lack = next(iter(shares.waiting.items()))
+        has = (
+            "engines without a revision have" if name is None else f"revision {truncate(name)} has"
+        )
+        said = f"none of {len(shares.waiting)} revisions is complete: {has} {lack}"
+        return [*found, f"no prompt is split, since {said}"]
+
 
 def shares_of(work: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
     """Return the parts of the requests, 1 in all, that each of some revisions gets: the part that
