@@ -159,3 +159,26 @@ async def test_one_that_cannot_be_used_keeps_nobody_out(
     assert in_use(w) == {TWO}
     assert "has one role" in source.shortcomings()[0]
     assert source.counts == {"changed": 1, "failed": 1}
+
+
+async def test_an_engine_whose_new_role_cannot_be_used_keeps_nobody_out(
+    w: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves, as one without a role does. New settings that it can't have are refused."""
+    checked = w.setup.checked
+
+    def strict(engine: ConfiguredEngine) -> ConfiguredEngine:
+        if engine.role == "any" or engine.serves_whole:
+            raise SettingsError(f"{engine.url} can't do so")
+        return checked(engine)
+
+    monkeypatch.setattr(w.setup, "checked", strict)
+    source = followed(w, role="by_label")
+    one, two, three = pod(role="decode"), pod(TWO, "b", role="prefill"), "http://10.0.0.3:8000"
+    source.answered(answer(one, two))
+    with pytest.raises(SettingsError, match="can't do so"):
+        source.use(ConfiguredEngine(url=URL, role="by_label", serves_whole=True))
+    assert in_use(w) == {ONE, TWO}
+    source.answered(answer(pod(role="any"), two, pod(three, "c", role="decode")))
+    assert in_use(w) == {TWO, three}
+    assert source.shortcomings() == [f"{URL}: {ONE} can't do so"]

@@ -339,7 +339,8 @@ class Membership:
         """Return those of some engines that can't work in this pool, each with the reason."""
         found: dict[str, str] = {}
         for engine in engines:
-            if engine.url not in self._members:
+            member = self._members.get(engine.url)
+            if member is None or member.settings != engine:
                 try:
                     self._setup.checked(engine)
                 except SettingsError as error:

@@ -171,7 +171,7 @@ class FoundEngines:
         before, self.template = self.template, engine
         try:
             if self._had is not None:
-                self._have()
+                self._have(are_settings_new=True)
         except Exception:
             self.template = before
             raise
@@ -218,9 +218,10 @@ class FoundEngines:
         self.counts["empty" if not had else "same" if before == had else "changed"] += 1
         return None
 
-    def _have(self) -> dict[str, ConfiguredEngine]:
+    def _have(self, *, are_settings_new: bool = False) -> dict[str, ConfiguredEngine]:
         """Have the engines of the last answer, and return them: all but those that can't be used,
-        or that others have.
+        or that others have. `are_settings_new`: settings with which an engine of the pool can't be
+        used are refused.
         """
         wanted, left_out = dict[str, ConfiguredEngine](), list(self._answer.left_out)
         for found in self._answer.engines or ():
@@ -244,6 +245,8 @@ class FoundEngines:
         except SettingsError:
             wrong = self._membership.unusable(wanted.values())
             if not wrong or len(wrong) == len(wanted):
+                raise
+            if are_settings_new and not wrong.keys().isdisjoint(self._membership.members):
                 raise
             for url, why in wrong.items():  # these must not keep the others out
                 del wanted[url]
