@@ -43,9 +43,10 @@ class KubernetesApi:
 
     `expired`: how a watch of a version that is gone is refused: status or event. `ahead`: how one
     of a version that is not there yet is: refused or silent. `forbidden`: namespaces that nobody
-    may read. `fault`: away (connections are closed), silent (nothing is answered), garbage,
-    unavailable (503), busy (429), long (an event without an end), at_once (watches end at once).
-    `bookmarks`: seconds between them, None: none are sent. `most`: objects of a page at most.
+    may read. `fault`: away (connections are closed), silent (nothing is answered), garbage (no
+    UTF-8), deep (lists in lists), unavailable (503), busy (429), long (an event without an end),
+    at_once (watches end at once). `bookmarks`: seconds between them, None: none are sent. `most`:
+    objects of a page at most.
     """
 
     def __init__(self) -> None:
@@ -151,7 +152,9 @@ class KubernetesApi:
         if self.fault in ("away", "silent"):
             await asyncio.sleep(3600)
         if self.fault == "garbage":
-            return web.Response(body=b"\xff" * 40)
+            return web.Response(body=b'{"metadata": {"resourceVersion": "\xff"}, "items": []}')
+        if self.fault == "deep":
+            return web.Response(body=b'{"kind": ' + b"[" * 10_000 + b"]" * 10_000 + b"}")
         if self.fault == "unavailable":
             return web.Response(status=503, text="no leader")
         if self.fault == "busy":

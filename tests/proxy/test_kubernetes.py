@@ -238,10 +238,12 @@ async def test_a_file_has_the_engines_while_no_server_answers(
     api.fault = "unavailable"
     async with asked(others, settings) as one:
         await until(lambda: one.urls == {"http://10.0.0.1:1"})
-    file.write_text("{")
-    async with asked(URL, settings) as one:
-        await until(lambda: one.last.problem)
-        assert one.last.engines is None
+    kept = b'{"%s": {"at": %%s, "engines": [{"url": "http://10.0.0.1:1"}]}}' % URL.encode()
+    for content in (b"{", b'{"\xff": 1}', b"[" * 99_999 + b"]" * 99_999, kept % b"1e20"):
+        file.write_bytes(content)
+        async with asked(URL, settings) as one:
+            await until(lambda: one.last.problem)
+            assert one.last.engines is None
 
 
 async def test_an_inference_pool_says_which_pods_are_engines(

@@ -281,6 +281,7 @@ async def test_a_server_ends_watches_in_time(api: KubernetesApi, follow: Follow)
         ("away", "disconnected"),
         ("silent", "no answer in 0.5 s"),
         ("garbage", "can't be read"),
+        ("deep", "can't be read"),
         ("unavailable", "answers 503"),
         ("busy", "answers 429"),
         ("long", "an event of more than"),

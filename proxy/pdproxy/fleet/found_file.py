@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -21,12 +22,14 @@ MAX_FILE = 16 << 20
 """Bytes of the file. An engine has 400."""
 MAX_SOURCES = 64
 """Sources whose engines are kept: those that were written last."""
+_LATEST = 1e11
+"""Seconds since 1970: a time that a calendar has."""
 
 
 class Kept(msgspec.Struct, frozen=True):
     """The engines of a source. `at`: when they were found, in seconds since 1970."""
 
-    at: float
+    at: Annotated[float, msgspec.Meta(ge=0, le=_LATEST)]
     engines: list[FoundEngine]
 
 
@@ -65,5 +68,5 @@ class FoundFile:
     def _read(self) -> dict[str, Kept]:
         try:
             return _DECODER.decode(read_regular(self._path, MAX_FILE))
-        except (UnusableFileError, msgspec.MsgspecError):
+        except (UnusableFileError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return {}

@@ -19,7 +19,7 @@ import msgspec
 
 from pdproxy.kit.errors import Wait
 from pdproxy.settings.kubernetes import Kubernetes
-from pdproxy.upstream.kubernetes import ApiConnection, ApiError, ConnectionCutError
+from pdproxy.upstream.kubernetes import UNREADABLE, ApiConnection, ApiError, ConnectionCutError
 from pdproxy.wire.kubernetes import Event, Metadata, Page, Status
 
 PAGE = 500
@@ -194,7 +194,7 @@ class Informer(Generic[T]):
             body = await self._connection.get(self._collection.path, parameters)
             try:
                 page = self._page.decode(body)
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 raise _unreadable("list", error) from None
             for one in page.items:
                 objects[_key(one)] = one
@@ -262,7 +262,7 @@ class Informer(Generic[T]):
             if line:
                 try:
                     self._take_event(self._event.decode(line))
-                except msgspec.MsgspecError as error:
+                except UNREADABLE as error:
                     raise _unreadable("watch", error) from None
 
     def _take_event(self, event: Event) -> None:

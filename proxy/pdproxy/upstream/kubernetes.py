@@ -39,6 +39,8 @@ MAX_STATUS = 64 << 10
 """Bytes of an answer that says what is wrong."""
 MAX_FILE = 1 << 20
 """Bytes of a kubeconfig file, and of a token."""
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding an answer raises that can't be read."""
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where a pod finds the credentials of its service account."""
 USUAL_FILE = "~/.kube/config"
@@ -338,7 +340,7 @@ async def _lines(answer: Response) -> AsyncGenerator[list[bytes], None]:
 async def _refused(answer: Response) -> ApiError:
     """Return what an answer with an error says."""
     status = Status()
-    with suppress(ApiError, msgspec.MsgspecError):  # a server before the API's may say anything
+    with suppress(ApiError, *UNREADABLE):  # a server before the API's may say anything
         status = msgspec.json.decode(await _body(answer, MAX_STATUS), type=Status)
     after = answer.headers.get("retry-after", "")
     why = f"the API server answers {answer.status_code}"
