@@ -239,6 +239,7 @@ def test_a_busy_engine_is_not_down() -> None:
     (deployment,) = of_kind(rendered(ENGINES), "Deployment", "pdproxy-decode")
     assert deployment["spec"]["progressDeadlineSeconds"] > 1800
     assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    assert deployment["spec"]["minReadySeconds"] == 10
 
 
 @pytest.mark.parametrize(

@@ -201,8 +201,16 @@ def test_a_service_without_an_address_says_how_many_proxies_there_are() -> None:
     (service,) = of_kind(objects, "Service", name)
     assert service["spec"]["clusterIP"] == "None"
     assert "publishNotReadyAddresses" not in service["spec"]  # who leaves does not count
+
+
+def test_an_engine_that_ends_asks_proxies_that_end_too() -> None:
+    """They are not ready any more, and have requests."""
+    objects = rendered(ENGINES)
     command = pod_of(objects, "pdproxy-decode")["spec"]["containers"][0]["lifecycle"]["preStop"]
-    assert f"PDPROXY_SERVICES={name}" in command["exec"]["command"]
+    assert "PDPROXY_SERVICES=pdproxy-all" in command["exec"]["command"]
+    (service,) = of_kind(objects, "Service", "pdproxy-all")
+    assert service["spec"]["publishNotReadyAddresses"]
+    assert service["spec"]["clusterIP"] == "None"
 
 
 # -- what selects pods
@@ -263,7 +271,7 @@ def test_a_budget_has_one_bound_or_is_not_there(name: str, budgets: dict[str, An
 def test_a_long_name_of_a_release_fits_into_the_names_of_its_services() -> None:
     objects = rendered({**ENGINES, "route": {}}, release="r" * 53)
     names = [one["metadata"]["name"] for one in of_kind(objects, "Service")]
-    assert len(names) == 2
+    assert len(names) == 3
     assert max(map(len, names)) <= 63
     (replicas,) = (name for name in names if name.endswith("-replicas"))
     config = of_kind(objects, "ConfigMap", replicas.removesuffix("-replicas"))[0]

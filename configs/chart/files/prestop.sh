@@ -8,8 +8,8 @@
 # must show no requests for as long as it keeps KV that nobody reads. It ends with 1 after
 # DRAIN_SECONDS: Kubernetes shows that as the event FailedPreStopHook.
 #
-# PDPROXY_SERVICES   names of the headless Services of the proxies, blanks between (default:
-#                    pdproxy-replicas)
+# PDPROXY_SERVICES   names of headless Services of the proxies, blanks between; proxies that are ending
+#                    must be among them: publishNotReadyAddresses (default: pdproxy-all)
 # PDPROXY_PORT       port of the proxies (default: 8000); PDPROXY_SCHEME: http or https, whose
 #                    certificates are not checked (default: http)
 # POD_IP             address by which the proxies know the engine; needed
@@ -20,7 +20,7 @@
 # PAUSE, TIMEOUT     seconds between two rounds (default: 1), and for one answer (default: 5)
 set -u
 
-proxies=${PDPROXY_SERVICES:-pdproxy-replicas}
+proxies=${PDPROXY_SERVICES:-pdproxy-all}
 proxy_port=${PDPROXY_PORT:-8000}
 proxy_scheme=${PDPROXY_SCHEME:-http}
 case ${POD_IP:-} in
