@@ -89,6 +89,25 @@ async def test_legs_to_an_engine_that_was_removed_at_once_count() -> None:
         await _drained(w, url)
 
 
+async def test_a_proxy_that_is_ending_says_what_it_has() -> None:
+    """Engines and proxies may be replaced together."""
+    async with world() as w:
+        url, go = w.decode[0].url, asyncio.Event()
+        w.decode[0].script(scripts.after_word(go, scripts.one_more_word))
+        client = await w.client()
+        client.post(COMPLETIONS, completion(stream=True))
+        head = await client.head()
+        ending = asyncio.create_task(w.drain())
+        w.proxy.membership.drain(url, "admin")
+        await until(lambda: all(one.admission.closed for one in w.workers))
+        answer = await w.get(path_of(url))
+        assert (answer.status, answer.json["requests"]) == (409, 1)
+        go.set()
+        assert (await client.rest(head)).ended
+        await ending
+        await _drained(w, url)
+
+
 @pytest.mark.parametrize("engine", ["10.1.2.3:8000", "[fd00::1]:8000", "nobody:1"])
 async def test_an_engine_that_nobody_knows_may_end(engine: str) -> None:
     """It has nothing here: the proxy began after it was to end, or had not taken it yet."""
