@@ -25,8 +25,8 @@ class PodsOfController(Pods, Protocol):
     async def create(self, pod: Pod) -> None:
         """Make a pod."""
 
-    async def delete(self, name: str, grace: float) -> None:
-        """Have a pod deleted: its kubelet ends it. `grace`: seconds that it may take."""
+    async def delete(self, name: str) -> None:
+        """Have a pod deleted: its kubelet ends it."""
 
 
 class Deployment:
@@ -89,9 +89,9 @@ class Deployment:
             await self._create()
         surplus = sorted(live, key=lambda pod: (self._is_new(pod), is_ready(pod)))
         for pod in surplus[: max(0, len(live) - self.replicas)]:
-            await self._delete(pod)
+            await self._pods.delete(pod["metadata"]["name"])
         if old and len(live) == self.replicas == len(available):
-            await self._delete(old[0])
+            await self._pods.delete(old[0]["metadata"]["name"])
 
     async def _create(self) -> None:
         metadata, spec = self.template["metadata"], self.template["spec"]
@@ -104,10 +104,6 @@ class Deployment:
                 "spec": {**spec, "nodeName": self.nodes[number % len(self.nodes)]},
             }
         )
-
-    async def _delete(self, pod: Pod) -> None:
-        grace = pod["spec"]["terminationGracePeriodSeconds"]
-        await self._pods.delete(pod["metadata"]["name"], grace)
 
 
 def is_ready(pod: Pod) -> bool:

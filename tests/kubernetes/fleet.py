@@ -22,14 +22,16 @@ from tests.fakes.kubernetes_api import kubernetes_api
 from tests.fakes.ports import free_port
 from tests.fakes.samples import read, total
 from tests.fakes.world import COMPLETIONS, PROMPT, completion
+from tests.kubernetes.build import Built
+from tests.kubernetes.cluster import Cluster
 from tests.kubernetes.deployments import Deployment
 from tests.kubernetes.kubelet import Kubelet, addresses
-from tests.kubernetes.pods import FakePods
+from tests.kubernetes.pods import FakePods, RealPods
 from tests.sim.engines import plain
 from tests.unit.test_informer import kubeconfig
 
 HOOK = Path(__file__).parents[2] / "configs" / "chart" / "files" / "prestop.sh"
-PATIENCE = 120.0
+PATIENCE = 60.0
 ROLE = "pdproxy.dev/role"
 BOTH = ("prefill", "decode")
 CLIENTS = 50
@@ -47,6 +49,7 @@ UNREAD = ("lost", "expired", "stuck", "released", "aborted")
 MIN_READY = 2.0
 """Seconds: the proxies know of a pod and have probed it before the next one is deleted."""
 NODES = ("machine-1", "machine-2")
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")}
 EXPECTED = BuiltInTokenizer().decode(
     plain(tuple(BuiltInTokenizer().encode(PROMPT)), TOKENS, model="tiny", eos_every=0)
 )
@@ -58,12 +61,13 @@ class Fleet:
     own.
     """
 
-    pods: FakePods
+    pods: FakePods | RealPods
     kubelets: dict[str, Kubelet]
     prefill: Deployment
     decode: Deployment
     proxies: Sequence[str]
     port: int
+    controllers: list[asyncio.Task[None]] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)
     """Requests of clients, by how they have ended."""
 
@@ -87,6 +91,11 @@ class Fleet:
     async def until(self, holds: Callable[[], Awaitable[bool]]) -> None:
         async with asyncio.timeout(PATIENCE):
             while not await holds():
+                for task in self.controllers:
+                    if task.done():
+                        task.result()
+                for kubelet in self.kubelets.values():
+                    kubelet.look()
                 await asyncio.sleep(0.1)
 
     async def settled(self) -> None:
@@ -195,16 +204,28 @@ def _settings(host: str, port: int, config: str, settings: Mapping[str, Any]) ->
 
 @asynccontextmanager
 async def fleet(
-    folder: Path, *, settings: Mapping[str, Any] = ONCE, **more: Any
+    folder: Path,
+    *,
+    settings: Mapping[str, Any] = ONCE,
+    built: Built | None = None,
+    **more: Any,
 ) -> AsyncIterator[Fleet]:
     """Two prefill and two decode engines on two machines, and two proxies. `settings`: of the
-    proxies; `more`: see `template`.
+    proxies; `built`: the programs of a real API server, None for the fake one; `more`: see
+    `template`.
     """
     port, hosts = free_port(), addresses()
     proxies = [next(hosts), next(hosts)]
     async with AsyncExitStack() as stack:
-        api = await stack.enter_async_context(kubernetes_api())
-        config, pods = kubeconfig(folder, api), FakePods(api)
+        pods: FakePods | RealPods
+        if built is None:
+            api = await stack.enter_async_context(kubernetes_api())
+            config, pods = kubeconfig(folder, api), FakePods(api)
+        else:
+            real = Cluster(built, folder)
+            await stack.enter_async_context(real.running())
+            config = kubeconfig(folder, real)  # type: ignore[arg-type]  # it has a url
+            pods = RealPods(real)
         kubelets = {
             node: await stack.enter_async_context(Kubelet(pods, node, hosts, folder))
             for node in NODES
@@ -214,19 +235,16 @@ async def fleet(
             for role in BOTH
         ]
         made = Fleet(pods, kubelets, deployments[0], deployments[1], proxies, port)
-        controllers = [asyncio.create_task(one.run()) for one in deployments]
-        stack.push_async_callback(ended, controllers)
+        made.controllers += [asyncio.create_task(one.run()) for one in deployments]
+        stack.push_async_callback(ended, made.controllers)
         for one in proxies:
             path = folder / f"{one}.json"
             path.write_text(_settings(one, port, config, settings))
             log = stack.enter_context(path.with_suffix(".log").open("wb"))
-            process = command("serve", "--config", str(path), env={**os.environ}, stderr=log)
+            process = command("serve", "--config", str(path), env=ENVIRONMENT, stderr=log)
             stack.push_async_callback(_killed, process)
         await made.settled()
         yield made
-        for task in controllers:
-            if task.done():
-                task.result()
 
 
 async def until_settled(*deployments: Deployment) -> None:

@@ -98,6 +98,12 @@ class Kubelet:
             if isinstance(one, Exception):
                 raise one
 
+    def look(self) -> None:
+        """Fail if it has failed."""
+        for task in [self._task, *self._lives.values()]:
+            if task is not None and task.done() and not task.cancelled():
+                task.result()
+
     def go_silent(self) -> None:
         """Be a machine whose power is gone, but for its kernel: nothing answers, nothing is said to
         the API server.
@@ -121,9 +127,6 @@ class Kubelet:
             for uid in self._lives.keys() - self._seen.keys():  # its object was deleted by force
                 self._lives.pop(uid).cancel()
                 self._kill(uid)
-            for task in self._lives.values():
-                if task.done():
-                    task.result()
             await asyncio.sleep(LOOK)
 
     def _kill(self, uid: str) -> None:
@@ -160,7 +163,7 @@ class Kubelet:
         self, uid: str, process: Forked, container: Mapping[str, Any], env: Mapping[str, str]
     ) -> None:
         loop, pod = asyncio.get_running_loop(), self._seen[uid]
-        end = loop.time() + pod["metadata"]["deletionGracePeriodSeconds"]
+        end = loop.time() + pod["spec"]["terminationGracePeriodSeconds"]
         hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command")
         if hook is not None and process.returncode is None:
             name = pod["metadata"]["name"]

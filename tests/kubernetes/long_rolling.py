@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.kubernetes.build import ensure
 from tests.kubernetes.fleet import (
     BOTH,
     CLIENTS,
@@ -51,10 +53,12 @@ async def test_replacing_one_role_costs_nothing(role: str, tmp_path: Path) -> No
         assert await made.unread() == 0
 
 
-@pytest.mark.timeout(300)
-async def test_another_version_pairs_with_its_own_alone(tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("is_real", [False, True], ids=["fake API server", "real API server"])
+async def test_another_version_pairs_with_its_own_alone(is_real: bool, tmp_path: Path) -> None:
     """While both versions serve: no prompt is moved from one to the other, and none fails."""
-    async with fleet(tmp_path, version="0.32.0") as made:
+    built = await asyncio.to_thread(ensure) if is_real else None
+    async with fleet(tmp_path, built=built, version="0.32.0") as made:
         async with streaming(made, CLIENTS):
             made.change(*BOTH, version="0.33.0")
             await made.settled()
