@@ -2,12 +2,7 @@
 processes.
 """
 
-import json
-import os
-import shlex
 import signal
-import sys
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,51 +10,20 @@ from typing import Any
 
 import pytest
 
-from pdproxy_lab.demo.figures import ShownEngine
-from pdproxy_lab.demo.options import DemoError
-from pdproxy_lab.demo.vllm.find import FoundVllm, interpreter_of, judge, visible_gpus
-from pdproxy_lab.demo.vllm.flags import Model, arguments, environment
 from tests.demo.processes import PROMPT, Running, alive, gone, running
-
-CPU = {"version": "0.32.0", "nixl": True, "gpus": 0, "cpu": True}
-PYTHON = Path("/venv/bin/python")
-MODEL = Model("/models/tiny", "tiny", local=True)
-PREFILL, DECODE = ShownEngine("0", "prefill", "http://x"), ShownEngine("0", "decode", "http://x")
+from tests.fakes.vllm_box import CPU, GPU, VllmBox
 
 
-class Box:
+class Box(VllmBox):
     """A machine with a vLLM of ours."""
-
-    def __init__(self, folder: Path, **orders: Any) -> None:
-        self.folder = folder
-        # A number of seconds that no other process sleeps: engines and what they start are found by
-        # it.
-        self.child = f"{600 + uuid.uuid4().int % 10**9 / 10**9:.9f}"
-        self.orders = {"look": CPU, "notes": str(folder / "notes"), "child": self.child, **orders}
-        for name in ("bin", "notes", "tmp"):
-            (folder / name).mkdir()
-        python = folder / "bin" / "python"
-        fake = Path(__file__).with_name("fake_python.py")
-        python.write_text(
-            f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(fake))} "$@"\n'
-        )
-        self.vllm = folder / "bin" / "vllm"
-        self.vllm.write_text(f"#!{python}\n")
-        for path in (python, self.vllm):
-            path.chmod(0o755)
 
     @asynccontextmanager
     async def demo(self, *options: str) -> AsyncIterator[Running]:
-        env = {"FAKE_VLLM": json.dumps(self.orders), "XDG_CACHE_HOME": str(self.folder / "cache")}
-        env["TMPDIR"] = str(self.folder / "tmp")
         line = ("--engine", "vllm", "--vllm", str(self.vllm), "--port", "0", *options)
-        async with running(*line, **env) as demo:
+        async with running(*line, **self.env) as demo:
             yield demo
         assert await gone([self.child]), "the engines' children are left"
         assert not alive([str(self.vllm.parent)])
-
-    def notes(self, role: str) -> list[dict[str, Any]]:
-        return [json.loads(note.read_text()) for note in (self.folder / "notes").glob(f"{role}-*")]
 
     @property
     def logs(self) -> list[Path]:
@@ -143,9 +107,9 @@ async def test_a_demo_that_is_killed_leaves_no_engine(tmp_path: Path) -> None:
     ("look", "told"),
     [
         ({**CPU, "version": None}, "there is no vLLM in "),
-        ({**CPU, "nixl": False}, "vLLM 0.32.0 has no NIXL beside it"),
-        ({**CPU, "cpu": False}, "is built for GPUs and sees none here"),
-        ({**CPU, "gpus": 1}, "2 engines need a GPU each, and vLLM sees 1"),
+        ({**CPU, "version": "0.20.1"}, "vLLM 0.20.1 is older than 0.26"),
+        ({**CPU, "connectors": []}, "vLLM 0.32.0 has no NIXL beside it"),
+        (GPU, "is built for GPUs, and nvidia-smi finds none here"),
         ({}, "reports something unexpected about vLLM"),
     ],
 )
@@ -157,75 +121,3 @@ async def test_what_can_not_work_is_told_before_anything_starts(
         assert await demo.ended() == 2
         assert told in await demo.errors()
     assert not any((tmp_path / "notes").iterdir())
-
-
-def test_a_cpu_needs_flags_and_environment_of_its_own() -> None:
-    line = arguments(PYTHON, MODEL, DECODE, 8300, cpu=True, more=["--max-model-len", "512"])
-    assert line[:5] == [
-        "/venv/bin/python",
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        "/models/tiny",
-    ]
-    transfer = json.loads(line[line.index("--kv-transfer-config") + 1])
-    assert transfer == {
-        "kv_connector": "NixlConnector",
-        "kv_role": "kv_consumer",
-        "kv_buffer_device": "cpu",
-    }
-    assert line[-2:] == ["--max-model-len", "512"]
-    env = environment({"UCX_TLS": "mine"}, MODEL, 5600, gpu=None, threads=3)
-    assert (env["UCX_TLS"], env["OMP_NUM_THREADS"], env["HF_HUB_OFFLINE"]) == ("mine", "3", "1")
-
-
-def test_a_gpu_is_each_engines_own() -> None:
-    line = arguments(PYTHON, Model("org/model", "org/model"), PREFILL, 8200, cpu=False, more=[])
-    assert json.loads(line[line.index("--kv-transfer-config") + 1]) == {
-        "kv_connector": "NixlConnector",
-        "kv_role": "kv_producer",
-    }
-    assert "--dtype" not in line
-    env = environment(
-        {"CUDA_VISIBLE_DEVICES": "0,1"}, Model("org/model", "org/model"), 5600, gpu="1", threads=1
-    )
-    assert (env["CUDA_VISIBLE_DEVICES"], env["VLLM_NIXL_SIDE_CHANNEL_PORT"]) == ("1", "5600")
-    assert "HF_HUB_OFFLINE" not in env
-
-
-@pytest.mark.parametrize(
-    ("said", "count", "names"),
-    [
-        (None, 2, ["0", "1"]),
-        ("3,5", 2, ["3", "5"]),
-        ("GPU-a, GPU-b", 2, ["GPU-a", "GPU-b"]),
-        ("3,5,9", 2, ["3", "5"]),
-        ("", 0, []),
-    ],
-)
-def test_gpus_are_named_as_the_environment_names_them(
-    said: str | None, count: int, names: list[str]
-) -> None:
-    assert visible_gpus(said, count) == names
-
-
-def test_enough_gpus_are_enough() -> None:
-    found = FoundVllm(version="0.32.0", nixl=True, gpus=2, cpu=False)
-    judge(found, PYTHON, 2)
-    with pytest.raises(DemoError, match="3 engines need a GPU each, and vLLM sees 2"):
-        judge(found, PYTHON, 3)
-
-
-def test_the_interpreter_is_the_scripts_own(tmp_path: Path) -> None:
-    script, beside = tmp_path / "vllm", tmp_path / "python"
-    script.write_text("#!/usr/bin/env python3\n")
-    with pytest.raises(DemoError, match="can't tell which Python"):
-        interpreter_of(script)
-    beside.touch()
-    assert interpreter_of(script) == beside
-    script.write_text(f"#!{sys.executable} -s\n")
-    assert interpreter_of(script) == Path(sys.executable)
-    link = tmp_path / "elsewhere"
-    link.mkdir()
-    os.symlink(script, link / "vllm")
-    assert interpreter_of(link / "vllm") == Path(sys.executable)

@@ -24,6 +24,10 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "serve": Command("pdproxy.cli.serve", "run the proxy"),
+    "up": Command(
+        "pdproxy_lab.cli.up",
+        "start engines on this machine's GPUs and the proxy in front of them",
+    ),
     "demo": Command(
         "pdproxy_lab.cli.demo", "run engines, the proxy and some traffic, with a live view"
     ),

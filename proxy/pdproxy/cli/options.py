@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
-from pdproxy.cli.settings_flags import ENGINES, RECEIVER, groups
+from pdproxy.cli.settings_flags import ENGINES, RECEIVER, FlagGroup, groups
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.load import CONFIG, EngineFlag, Flag, ReceiverFlag, load
 from pdproxy.settings.schema import Settings, source_section
@@ -51,7 +52,12 @@ def add_settings_options(parser: argparse.ArgumentParser) -> None:
         "without a URL gets the next one "
         "of --prefill or --decode (default: none)",
     )
-    for title, about, _, flags, receivers in groups():
+    add_groups(parser, groups())
+
+
+def add_groups(parser: argparse.ArgumentParser, some: Iterable[FlagGroup]) -> None:
+    """Add the options of some groups."""
+    for title, about, _, flags, receivers in some:
         group = parser.add_argument_group(title, about)
         for names, metavar, key, words in flags:
             action = "append" if receivers else "store"

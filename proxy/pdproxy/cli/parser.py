@@ -30,12 +30,20 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, "formatter_class": _Help, **options})
         # of the command that is run: the innermost parser's is kept
         self.set_defaults(prog=self.prog)
+        self.keeps_rest = False
+        """Whether what follows `--` is kept as it is, in `rest`."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse; unknown arguments are errors of the parser that met them. Otherwise the outermost
         would report those of all.
         """
+        rest: list[str] = []
+        if self.keeps_rest and "--" in args:
+            at = args.index("--")
+            args, rest = args[:at], args[at + 1 :]
         found, unknown = super().parse_known_args(args, namespace)
+        if self.keeps_rest:
+            found.rest = rest
         if unknown:
             options = [text.partition("=")[0] for text in unknown if text.startswith("-")]
             self._fail(self._unknown(options) or [f"unexpected argument {_shown(unknown[0])}"])

@@ -123,8 +123,9 @@ def run(arguments: argparse.Namespace) -> int:
         return _fail(f"--vllm-args: {error}", USAGE_ERROR)
     # Imported here: the libraries take a while to load, and wrong options should be reported at
     # once.
-    from pdproxy_lab.demo.options import DemoError, DemoOptions
+    from pdproxy_lab.demo.options import DemoOptions
     from pdproxy_lab.demo.run import run as run_demo
+    from pdproxy_lab.up.errors import UpError
 
     usual = 2 if arguments.engine == "sim" else 1
     options = DemoOptions(
@@ -144,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     try:
         return run_demo(options, _say)
-    except DemoError as error:
+    except UpError as error:
         return _fail(str(error), error.code)
     except BrokenPipeError:
         # The reader of standard output is gone. The rest of the buffer must not fail again at exit.

@@ -9,9 +9,10 @@ from typing import Protocol
 
 from pdproxy.settings.engines import Role
 from pdproxy_lab.demo.figures import ShownEngine
-from pdproxy_lab.demo.options import DemoError, DemoOptions, Say
+from pdproxy_lab.demo.options import DemoOptions, Say
 from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.server import SimServer
+from pdproxy_lab.up.errors import UpError
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Engines(Protocol):
         """Start all, and return once each can serve.
 
         Raises:
-            DemoError: one of them can't.
+            UpError: one of them can't.
         """
 
     async def stop(self, at_once: asyncio.Event) -> None:
@@ -82,7 +83,7 @@ class SimEngines:
             try:
                 await sim.start()
             except OSError as error:
-                raise DemoError(
+                raise UpError(
                     f"a simulated engine can't listen on 127.0.0.1: {error.strerror or error}"
                 ) from error
             self.places.append(ShownEngine(str(counts.setdefault(role, 0)), role, sim.url))

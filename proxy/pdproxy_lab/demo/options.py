@@ -12,19 +12,6 @@ EngineKind = Literal["sim", "vllm"]
 Say = Callable[[str], None]
 """Prints one line, or several, for the user."""
 
-
-class DemoError(Exception):
-    """The demo can't run, or has failed. Its text is for the user; `code` is the exit code."""
-
-    def __init__(self, text: str, code: int = 1) -> None:
-        super().__init__(text)
-        self.code = code
-
-
-CANT_START = 2
-"""The exit code if the demo can't start: a port, a program or a GPU is not available."""
-
-
 CHUNK = 4096
 """`--max-num-batched-tokens` of engines that are compared: as on the H200s whose measurements are
 in docs/evidence/auto-h200.txt.

@@ -25,7 +25,7 @@ from pdproxy_lab.demo.comparison.run import Comparison
 from pdproxy_lab.demo.engines import Engines, SimEngines
 from pdproxy_lab.demo.figures import History
 from pdproxy_lab.demo.machine import since_enter
-from pdproxy_lab.demo.options import CANT_START, DemoError, DemoOptions, Say
+from pdproxy_lab.demo.options import DemoOptions, Say
 from pdproxy_lab.demo.scrape import scrape
 from pdproxy_lab.demo.screen import Screen, log_to_stderr
 from pdproxy_lab.demo.served import ServedProxy
@@ -33,6 +33,7 @@ from pdproxy_lab.demo.tally import Tally
 from pdproxy_lab.demo.traffic import Traffic
 from pdproxy_lab.demo.vllm.fleet import VllmEngines
 from pdproxy_lab.demo.waits import or_at_once, played, unless_ended, until
+from pdproxy_lab.up.errors import CANT_START, UpError
 
 EVERY = 1.0
 """Seconds between two readings of the metrics."""
@@ -46,16 +47,16 @@ def run(options: DemoOptions, say: Say) -> int:
     Ctrl-C.
 
     Raises:
-        DemoError: it can't run; the text says why.
+        UpError: it can't run; the text says why.
     """
     log_to_stderr(logging.WARNING)
     if options.capture is not None and not options.capture.is_dir():
-        raise DemoError(f"--capture: no such folder: {options.capture}", CANT_START)
+        raise UpError(f"--capture: no such folder: {options.capture}", CANT_START)
     engines = None if options.compares else _engines(options)
     try:
         listener = listen(options.host, options.port)
     except OSError as error:
-        raise DemoError(
+        raise UpError(
             f"can't listen on {options.host}:{options.port}: {error.strerror or error} (choose "
             f"with --host and --port)",
             CANT_START,

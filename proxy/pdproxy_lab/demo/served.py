@@ -15,7 +15,7 @@ from pdproxy.settings.listen import Listen
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
 from pdproxy_lab.demo import examples
-from pdproxy_lab.demo.options import DemoError
+from pdproxy_lab.up.errors import UpError
 
 READY = 30.0
 """Seconds until the proxy must be ready, after its engines are up."""
@@ -56,7 +56,7 @@ class ServedProxy:
         """Wait until it can serve a request.
 
         Raises:
-            DemoError: it can't within `READY` seconds.
+            UpError: it can't within `READY` seconds.
         """
         reason = "no answer"
         try:
@@ -68,7 +68,7 @@ class ServedProxy:
                         reason = await answer.text()
                     await asyncio.sleep(0.05)
         except (TimeoutError, aiohttp.ClientError) as error:
-            raise DemoError(f"the proxy was not ready within {READY:.0f} s: {reason}") from error
+            raise UpError(f"the proxy was not ready within {READY:.0f} s: {reason}") from error
 
     async def end(self) -> int:
         """Let it drain and end; return its exit code, 0 if it was not started."""

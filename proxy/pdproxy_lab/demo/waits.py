@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from pdproxy.app.server import INTERRUPTED
 from pdproxy.app.signals import Ending
-from pdproxy_lab.demo.options import DemoError, Say
+from pdproxy_lab.demo.options import Say
+from pdproxy_lab.up.errors import UpError
 
 _T = TypeVar("_T")
 
@@ -61,7 +62,7 @@ async def until(moment: float, ending: Ending, proxies: Iterable[asyncio.Task[in
     """Wait for a time of the event loop or for the end, whichever comes first.
 
     Raises:
-        DemoError: a proxy has ended by itself.
+        UpError: a proxy has ended by itself.
     """
     tasks = set(proxies)
     end_requested = asyncio.ensure_future(ending.requested.wait())
@@ -69,7 +70,7 @@ async def until(moment: float, ending: Ending, proxies: Iterable[asyncio.Task[in
     await asyncio.wait({end_requested, *tasks}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
     end_requested.cancel()
     if any(task.done() for task in tasks):
-        raise DemoError("the proxy ended unexpectedly")
+        raise UpError("the proxy ended unexpectedly")
 
 
 async def or_at_once(what: Coroutine[Any, Any, object], at_once: asyncio.Event) -> None:

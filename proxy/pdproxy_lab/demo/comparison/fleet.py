@@ -19,9 +19,9 @@ from pdproxy.settings.engines import ConfiguredEngine, Facts, Role
 from pdproxy.settings.pools import Pool, PoolPolicy
 from pdproxy_lab.demo.comparison.setup import SLOW, facts
 from pdproxy_lab.demo.figures import ShownEngine
-from pdproxy_lab.demo.options import DemoError
 from pdproxy_lab.demo.served import ServedProxy
 from pdproxy_lab.sim.server import SimServer
+from pdproxy_lab.up.errors import UpError
 
 Way = Literal["split", "auto", "plain"]
 
@@ -81,14 +81,14 @@ class Fleet:
         predicts by.
 
         Raises:
-            DemoError: one of them can't.
+            UpError: one of them can't.
         """
         counts: dict[Role, int] = {}
         for role, sim in zip(self.roles, self._sims, strict=True):
             try:
                 await sim.start()
             except OSError as error:
-                raise DemoError(
+                raise UpError(
                     f"a simulated engine can't listen on 127.0.0.1: {error.strerror or error}"
                 ) from error
             self.places.append(ShownEngine(str(counts.setdefault(role, 0)), role, sim.url))

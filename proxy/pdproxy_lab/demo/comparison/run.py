@@ -40,10 +40,11 @@ from pdproxy_lab.demo.comparison.view import ComparedEngine, Picture, Side, Stat
 from pdproxy_lab.demo.engines import roles as fleet_roles
 from pdproxy_lab.demo.figures import EngineFigures, Figures, History, Recovery
 from pdproxy_lab.demo.machine import core_share, since_enter
-from pdproxy_lab.demo.options import CHUNK, DemoError, DemoOptions, Say
+from pdproxy_lab.demo.options import CHUNK, DemoOptions, Say
 from pdproxy_lab.demo.scrape import scrape
 from pdproxy_lab.demo.screen import log_to_stderr
 from pdproxy_lab.demo.waits import or_at_once, played, unless_ended, until
+from pdproxy_lab.up.errors import UpError
 
 EVERY = 1.0
 """Seconds between two pictures, and between two readings of the metrics."""
@@ -97,7 +98,7 @@ class Comparison:
         Ctrl-C.
 
         Raises:
-            DemoError: it can't run; the text says why.
+            UpError: it can't run; the text says why.
         """
         return await played(self._play(), self._end, self._ending, self._say)
 
@@ -175,7 +176,7 @@ class Comparison:
             try:
                 capture(self._options.capture, picture)
             except OSError as error:
-                raise DemoError(
+                raise UpError(
                     f"--capture: {self._options.capture}: {error.strerror or error}"
                 ) from error
 

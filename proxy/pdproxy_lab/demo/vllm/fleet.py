@@ -6,28 +6,33 @@ Owns their processes and the folder of their logs, which is kept where one of th
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import dataclasses
 import os
 import random
 import shutil
-import socket
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import aiohttp
 
-from pdproxy_lab.demo.engines import TrafficPace, roles
+from pdproxy_lab.demo.engines import TrafficPace
 from pdproxy_lab.demo.figures import ShownEngine
-from pdproxy_lab.demo.options import DemoError, DemoOptions, Say
-from pdproxy_lab.demo.vllm import find
-from pdproxy_lab.demo.vllm.flags import LOOPBACK, Model, arguments, environment
+from pdproxy_lab.demo.options import DemoOptions, Say
 from pdproxy_lab.demo.vllm.process import EngineProcess
+from pdproxy_lab.up.arrangement import Plan, arrange
+from pdproxy_lab.up.command import command
+from pdproxy_lab.up.errors import UpError
+from pdproxy_lab.up.machine import LOOPBACK, Machine, Ports, read_machine
+from pdproxy_lab.up.model import Model, read_model
+from pdproxy_lab.up.options import UpOptions
+from pdproxy_lab.up.tiny import tiny_model
+from pdproxy_lab.up.vllm import find_program
 
 GPU_MODEL = "Qwen/Qwen3-0.6B"
 """The model on GPUs without --model: small, and free to download."""
 _LOOK_EVERY = 0.5
-_PORTS = range(20_000, 32_000)
+_PORTS = range(20_000, 31_000)
+"""Where ports are looked for, from a random one on: several demos may start at once."""
 _LOADS = ("Starting to load model", "Loading weights")
 
 
@@ -38,12 +43,10 @@ class VllmEngines:
         """Find vLLM's program.
 
         Raises:
-            DemoError: there is none.
+            UpError: there is none.
         """
         self._options = options
-        self._program = find.find_program(options.vllm)
-        self._python = find.interpreter_of(self._program)
-        self._local = options.model is not None and Path(options.model).is_dir()
+        self._program = find_program(options.vllm)
         self.model = options.model or "tiny"
         self.description = (
             f"{options.prefill} prefill and {options.decode} decode engines, real vLLM"
@@ -65,11 +68,11 @@ class VllmEngines:
                 "; ".join(f"{one.name}: {one.log}" for one in self._processes if not one.ended)
                 or "none was started"
             )
-            raise DemoError(
+            raise UpError(
                 f"the engines were not ready within {self._options.wait:.0f} s (--wait); logs: "
                 f"{late}"
             ) from None
-        except DemoError:
+        except UpError:
             self._failed = True
             raise
 
@@ -81,47 +84,49 @@ class VllmEngines:
 
     async def _start(self, say: Say) -> None:
         options = self._options
-        wanted = roles(options)
         say(f"looking at {self._program} ...")
-        found = await find.look(self._python)
-        find.judge(found, self._python, len(wanted))
-        model = await self._choose(found, say)
-        gpus = find.visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), found.gpus)
-        threads = max(1, (os.cpu_count() or 1) // len(wanted))
+        machine = await read_machine(options.vllm, os.environ)
+        model = await self._choose(machine, say)
+        plan = self._plan(machine, model)
         self._logs = Path(tempfile.mkdtemp(prefix="pdproxy-demo-"))
-        for number, role in enumerate(wanted):
-            port, side_port = _free_ports(2)
-            place = ShownEngine(
-                str(sum(one.role == role for one in self.places)), role, f"http://{LOOPBACK}:{port}"
-            )
-            command = arguments(
-                self._python, model, place, port, cpu=not found.gpus, more=options.vllm_args
-            )
-            gpu = gpus[number] if found.gpus else None
+        for engine in plan.engines:
+            role, number = engine.name.rsplit("-", 1)
+            place = ShownEngine(number, engine.role, f"http://{LOOPBACK}:{engine.port}")
+            line = command(engine, plan, machine.vllm, options.vllm_args, os.environ)
             process = EngineProcess(
-                f"{role} {place.name}",
-                command,
-                environment(os.environ, model, side_port, gpu=gpu, threads=threads),
-                self._logs / f"{role}-{place.name}.log",
+                f"{role} {number}",
+                line.arguments,
+                {**os.environ, **line.environment},
+                self._logs / f"{engine.name}.log",
             )
             self.places.append(place)
             self._processes.append(process)
             await process.start()
-            on = f"GPU {gpu}" if gpu is not None else "the CPU"
+            on = f"GPU {', '.join(map(str, engine.gpus))}" if engine.gpus else "the CPU"
             say(f"{process.name}: starting on {on}, {place.url}, log {process.log}")
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as session:
             await self._all_ready(session, say)
 
-    async def _choose(self, found: find.FoundVllm, say: Say) -> Model:
-        """Return the model to serve, and report facts about it."""
+    def _plan(self, machine: Machine, model: Model) -> Plan:
         options = self._options
-        if found.gpus:
+        wanted = UpOptions(
+            model.source,
+            arrangement=f"{options.prefill}P{options.decode}D",
+            flags=options.vllm_args,
+        )
+        plan = arrange(machine, model, wanted, Ports(base=random.choice(_PORTS)))
+        return dataclasses.replace(plan, events_port=None)  # no policy here asks for KV events
+
+    async def _choose(self, machine: Machine, say: Say) -> Model:
+        """Return the model to serve, and report facts about it."""
+        options, found = self._options, machine.vllm.found
+        if not machine.is_cpu:
             self.model = options.model or GPU_MODEL
             say(
-                f"vLLM {found.version} sees {found.gpus} GPUs; serving {self.model} (downloaded "
-                f"if it is not here)"
+                f"vLLM {found.version} and {len(machine.gpus)} GPUs; serving {self.model} "
+                f"(downloaded if it is not here)"
             )
-            return Model(self.model, self.model)
+            return self._read(self.model)
         self.pace = TrafficPace(people=3, pause=3.0)
         say("on a CPU all is slow, and NIXL keeps a core busy in each engine, waiting for work")
         if options.model is not None:
@@ -129,14 +134,17 @@ class VllmEngines:
                 f"vLLM {found.version} on the CPU; serving {options.model} (downloaded if it is "
                 f"not here)"
             )
-            return Model(options.model, options.model, local=self._local)
+            return self._read(options.model)
         say(
             f"vLLM {found.version} on the CPU; a tiny model of random weights: its words mean "
             f"nothing"
         )
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = await find.make_tiny_model(self._python, home / "pdproxy", options.wait)
-        return Model(str(folder), "tiny", local=True)
+        return await tiny_model(machine.vllm.python, os.environ, options.wait)
+
+    @staticmethod
+    def _read(named: str) -> Model:
+        """Return a model that clients know by the name that the user gave."""
+        return dataclasses.replace(read_model(named, os.environ), name=named)
 
     async def _all_ready(self, session: aiohttp.ClientSession, say: Say) -> None:
         waits = [
@@ -159,7 +167,7 @@ async def _ready(
     begun, loading = loop.time(), False
     while True:
         if process.ended:
-            raise DemoError(
+            raise UpError(
                 f"{process.name} died while starting; its log, {process.log}, ends with:\n"
                 f"{process.tail()}"
             )
@@ -174,17 +182,3 @@ async def _ready(
         except (aiohttp.ClientError, TimeoutError):
             pass
         await asyncio.sleep(_LOOK_EVERY)
-
-
-def _free_ports(count: int) -> Sequence[int]:
-    """Return different loopback ports that were just free, below those that the system gives to
-    connections.
-    """
-    found: list[int] = []
-    for port in random.sample(_PORTS, len(_PORTS)):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((LOOPBACK, port))
-            found.append(port)
-        if len(found) == count:
-            return found
-    raise DemoError(f"{count} ports are not free between {_PORTS.start} and {_PORTS.stop}")

@@ -1,4 +1,4 @@
-"""Processes that leave no children: programs that run to their end, and engines under a guard.
+"""The demo's engines as processes, each under a guard.
 
 Owns their process groups. See `scripts/guard.py` for how an engine ends even where the demo is
 killed.
@@ -7,14 +7,11 @@ killed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pdproxy_lab.demo.options import DemoError
+from pdproxy_lab.up.program import kill_group
 
 GUARD = Path(__file__).resolve().parents[1] / "scripts" / "guard.py"
 GRACE = 10.0
@@ -22,44 +19,6 @@ GRACE = 10.0
 _TAIL = 15
 _NOISE = ('"GET /',)
 """Scrapes and probes, which fill a log."""
-
-
-async def run_to_end(command: Sequence[str | Path], deadline: float, doing: str) -> bytes:
-    """Run a program and return what it printed; its whole group is killed at the deadline, and on
-    cancellation.
-
-    Raises:
-        DemoError: it failed or took too long; ends with its last line.
-    """
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise DemoError(f"{doing}: {command[0]}: {error.strerror or error}") from error
-    try:
-        async with asyncio.timeout(deadline):
-            out, err = await process.communicate()
-    except TimeoutError:
-        raise DemoError(f"{doing} took more than {deadline:.0f} s") from None
-    finally:
-        kill_group(process.pid)
-    if process.returncode:
-        lines = [line for line in err.decode("utf-8", "replace").splitlines() if line.strip()] or [
-            "no message"
-        ]
-        raise DemoError(f"{doing} failed with exit code {process.returncode}: {lines[-1].strip()}")
-    return out
-
-
-def kill_group(leader: int) -> None:
-    """Kill what is left of a session that this class started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
 
 
 class EngineProcess:

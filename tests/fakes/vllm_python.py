@@ -20,7 +20,7 @@ def option(name: str) -> str:
 
 
 def engine() -> None:
-    role = {"kv_producer": "prefill", "kv_consumer": "decode"}[
+    role = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "any"}[
         json.loads(option("--kv-transfer-config"))["kv_role"]
     ]
     Path(ORDERS["notes"], f"{role}-{os.getpid()}").write_text(

@@ -1,0 +1,165 @@
+"""`pdproxy up`: engines on this machine's GPUs, and the proxy in front of them, in one command."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from pdproxy.cli.options import add_groups
+from pdproxy.cli.parser import Parser, examples
+from pdproxy.cli.settings_flags import FlagGroup, groups
+from pdproxy.settings.load import POOL, Flag
+
+if TYPE_CHECKING:
+    from pdproxy.cli.parser import Commands
+    from pdproxy.scheduling.slo import Slo
+    from pdproxy_lab.up.options import UpOptions
+
+_OWN = (f"{POOL}connector", "kv_ready", "registration", "listen.uds")
+"""Settings that follow from the engines, or that have no meaning here."""
+_LONGEST_WAIT = 7200.0
+INTERRUPTED = 130
+
+
+def add(commands: Commands, summary: str) -> None:
+    """Add the command. `summary`: what it does, in the list of all commands."""
+    parser: Parser = commands.add_parser(
+        "up",
+        help=summary,
+        description="Look at this machine, say which engines of vLLM are started on which GPUs and "
+        "why, start them, check them, and serve. Engines that end are started again. Ctrl-C ends "
+        "all of it. What follows `--` are flags of vLLM for each engine.",
+        usage="pdproxy up MODEL [--gpus LIST] [--arrangement TEXT] [option ...] [-- vLLM's flags]",
+        epilog=examples(
+            "pdproxy up Qwen/Qwen3-8B",
+            "pdproxy up Qwen/Qwen3-8B --gpus 0-3 --arrangement 1P3D -- --max-model-len 8192",
+            "pdproxy up /models/llama --slo ttft=500ms,tpot=15ms --print",
+        ),
+    )
+    parser.keeps_rest = True
+    group = parser.add_argument_group("engines")
+    group.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a name on the hub or a folder; tiny: a small model of random weights",
+    )
+    group.add_argument(
+        "--gpus",
+        metavar="LIST",
+        type=_gpus,
+        help="the GPUs to use, such as 0-3 or 0,2 (default: those that nobody uses)",
+    )
+    group.add_argument(
+        "--arrangement",
+        metavar="TEXT",
+        default="auto",
+        help="numbers of prefill, decode and plain engines, such as 2P6D or 4A; any, auto: all of "
+        "role any (default: auto)",
+    )
+    group.add_argument(
+        "--slo",
+        metavar="LIMITS",
+        type=_slo,
+        help="what is wanted of a request's times, such as ttft=500ms,tpot=15ms (default: none)",
+    )
+    group.add_argument(
+        "--profile",
+        metavar="NAME",
+        help="how long an engine's work takes: a profile's name, or a file of `pdproxy calibrate` "
+        "(default: it is learned)",
+    )
+    group.add_argument(
+        "--vllm",
+        metavar="PATH",
+        default="vllm",
+        help="the program vllm (default: the one on the PATH)",
+    )
+    group.add_argument(
+        "--print",
+        action="store_true",
+        dest="only_print",
+        help="print a shell script with the commands and the settings file, and start nothing "
+        "(default: start them)",
+    )
+    add_groups(parser, _groups())
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Start the engines and the proxy, and return the exit code once they have ended."""
+    # Imported here: the libraries take a while to load, and wrong options should be reported at
+    # once.
+    from pdproxy.scheduling.slo import NO_SLO
+    from pdproxy_lab.up.errors import UpError
+    from pdproxy_lab.up.options import UpOptions
+
+    options = UpOptions(
+        arguments.model,
+        arguments.gpus,
+        arguments.arrangement,
+        arguments.slo or NO_SLO,
+        arguments.profile,
+        tuple(arguments.rest),
+    )
+    try:
+        return _print(options, arguments)
+    except UpError as error:
+        sys.stderr.write(f"{arguments.prog}: {error}\n")
+        return error.code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _print(options: UpOptions, arguments: argparse.Namespace) -> int:
+    from pdproxy_lab.up.prepared import prepare
+    from pdproxy_lab.up.script import script
+
+    prepared = asyncio.run(
+        prepare(options, arguments.vllm, _flags(arguments), os.environ, listens=False)
+    )
+    print(script(prepared.plan, prepared.commands, prepared.text), end="", flush=True)
+    return 0
+
+
+def _groups() -> Iterator[FlagGroup]:
+    """Yield the groups of the proxy's own settings."""
+    for group in groups():
+        flags = tuple(flag for flag in group.flags if not flag.key.startswith(_OWN))
+        if flags and not group.receivers:
+            yield group._replace(flags=flags)
+
+
+def _flags(arguments: argparse.Namespace) -> Sequence[Flag]:
+    given = vars(arguments)
+    return [
+        Flag(flag.names[0], flag.key, given[flag.key])
+        for group in _groups()
+        for flag in group.flags
+        if given[flag.key] is not None
+    ]
+
+
+def _gpus(text: str) -> tuple[int, ...]:
+    from pdproxy_lab.up.options import gpu_list
+
+    try:
+        return gpu_list(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _slo(text: str) -> Slo:
+    from pdproxy.scheduling.slo import Slo
+    from pdproxy_lab.bench.slo import parse_slo
+
+    try:
+        found = parse_slo(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if found.e2e is not None:
+        raise argparse.ArgumentTypeError("e2e is none of a pool's limits: ttft, tpot and gap are")
+    return Slo(found.ttft, found.tpot, found.gap)

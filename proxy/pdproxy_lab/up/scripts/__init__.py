@@ -1,0 +1,1 @@
+"""Programs of their own: run by path with whatever interpreter fits, never imported."""

@@ -1,0 +1,1 @@
+"""Tests of `pdproxy up`: its arithmetic by tables, and the command with simulated engines."""
