@@ -1,9 +1,9 @@
 """Pictures of comparisons, fixed."""
 
-from pdproxy_lab.demo import examples
 from pdproxy_lab.demo.comparison.scores import Score, Spread
 from pdproxy_lab.demo.comparison.verdict import verdict
 from pdproxy_lab.demo.comparison.view import ComparedEngine, Picture, Side
+from pdproxy_lab.up import examples
 
 SPLIT = Score(
     80, 0.93, 14.9, Spread(0.22, 0.53), Spread(0.0062, 0.0071), Spread(0.0055, 0.0216), 0.042

@@ -82,9 +82,9 @@ class Running:
 
 
 @asynccontextmanager
-async def running(*options: str, **env: str) -> AsyncIterator[Running]:
-    """A demo; killed if it still runs at the end."""
-    process = await piped("demo", *options, env=environment(**env))
+async def running(*options: str, command: str = "demo", **env: str) -> AsyncIterator[Running]:
+    """A demo, or another command; killed if it still runs at the end."""
+    process = await piped(command, *options, env=environment(**env))
     try:
         yield Running(process)
     finally:

@@ -4,7 +4,7 @@ import ast
 import json
 import shlex
 
-from pdproxy_lab.demo.examples import curl, snippet, url_of
+from pdproxy_lab.up.examples import curl, snippet, url_of
 
 
 def test_a_wildcard_address_is_reached_on_the_loopback() -> None:

@@ -27,7 +27,7 @@ def engine() -> None:
         json.dumps({"argv": sys.argv, "env": dict(os.environ)})
     )
     subprocess.Popen(["sleep", ORDERS["child"]])
-    if role == ORDERS.get("die"):
+    if role == ORDERS.get("die") or "--dtype=wrong" in sys.argv:
         print("Starting to load model\nout of luck", flush=True)
         sys.exit(3)
     if ORDERS.get("slow"):
@@ -42,7 +42,8 @@ def engine() -> None:
         "--model",
         option("--served-model-name"),
     ]
-    line += ["--side-channel-port", os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"], "--speed", "0"]
+    line += ["--side-channel-port", os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"]]
+    line += ["--enable-prompt-tokens-details", "--speed", ORDERS.get("speed", "0")]
     os.execv(sys.executable, [sys.executable, "-m", "pdproxy", *line])
 
 

@@ -7,10 +7,12 @@ import asyncio
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdproxy.cli.options import add_groups
 from pdproxy.cli.parser import Parser, examples
+from pdproxy.cli.reading import seconds
 from pdproxy.cli.settings_flags import FlagGroup, groups
 from pdproxy.settings.load import POOL, Flag
 
@@ -79,11 +81,45 @@ def add(commands: Commands, summary: str) -> None:
         help="the program vllm (default: the one on the PATH)",
     )
     group.add_argument(
+        "--first-port",
+        metavar="PORT",
+        type=_port,
+        help="the engines get free ports from this one on (default: from 8100, 8200, 8300, 5557 "
+        "and 5600 on, by purpose)",
+    )
+    group.add_argument(
         "--print",
         action="store_true",
         dest="only_print",
         help="print a shell script with the commands and the settings file, and start nothing "
         "(default: start them)",
+    )
+    group = parser.add_argument_group("keeping them running")
+    group.add_argument(
+        "--folder",
+        metavar="FOLDER",
+        type=Path,
+        help="where logs are, and what was started is written down (default: pdproxy/up-PORT in "
+        "XDG_STATE_HOME or ~/.local/state)",
+    )
+    group.add_argument(
+        "--apply",
+        action="store_true",
+        help="have the `pdproxy up` that runs start its engines again with these flags, one after "
+        "the other, each drained before (default: refuse to start beside it)",
+    )
+    group.add_argument(
+        "--wait",
+        metavar="S",
+        type=seconds(minimum=1.0, maximum=_LONGEST_WAIT),
+        default=1800.0,
+        help="seconds until an engine must be ready (default: 1800)",
+    )
+    group.add_argument(
+        "--no-check",
+        action="store_false",
+        dest="checks",
+        help="serve without a check of each pair of engines (default: they are checked)",
     )
     add_groups(parser, _groups())
     parser.set_defaults(run=run)
@@ -104,9 +140,10 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.slo or NO_SLO,
         arguments.profile,
         tuple(arguments.rest),
+        arguments.first_port,
     )
     try:
-        return _print(options, arguments)
+        return (_print if arguments.only_print else _start)(options, arguments)
     except UpError as error:
         sys.stderr.write(f"{arguments.prog}: {error}\n")
         return error.code
@@ -123,6 +160,59 @@ def _print(options: UpOptions, arguments: argparse.Namespace) -> int:
     )
     print(script(prepared.plan, prepared.commands, prepared.text), end="", flush=True)
     return 0
+
+
+def _start(options: UpOptions, arguments: argparse.Namespace) -> int:
+    from pdproxy_lab.up.changes import refuse_other, submit
+    from pdproxy_lab.up.errors import CANT_START, UpError
+    from pdproxy_lab.up.prepared import prepare
+    from pdproxy_lab.up.run import Up, before_of, state_of
+    from pdproxy_lab.up.state import Folder
+    from pdproxy_lab.up.supervised import Times
+
+    flags = _flags(arguments)
+    folder = Folder(arguments.folder or _usual_folder(flags))
+
+    async def work(is_first: bool) -> int:
+        state, before = before_of(folder)
+        prepared = await prepare(
+            options, arguments.vllm, flags, os.environ, admin=folder.admin, before=before
+        )
+        if not is_first:
+            if state is not None:
+                refuse_other(state, state_of(prepared))
+            await submit(folder, state_of(prepared), _say)
+            return 0
+        return await Up(
+            prepared,
+            folder,
+            os.environ,
+            _say,
+            Times(ready=arguments.wait),
+            state,
+            checks=arguments.checks,
+            applies=arguments.apply,
+        ).run()
+
+    with folder.locked() as is_first:
+        if not is_first and not arguments.apply:
+            raise UpError(
+                f"another `pdproxy up` runs with the folder {folder.path}: --apply changes its "
+                f"engines",
+                CANT_START,
+            )
+        return asyncio.run(work(is_first))
+
+
+def _usual_folder(flags: Sequence[Flag]) -> Path:
+    """Return the folder of the `up` whose proxy has this port."""
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    port = next((flag.text for flag in flags if flag.key == "listen.port"), "8000")
+    return state / "pdproxy" / f"up-{port if port.isdecimal() else 8000}"
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
 def _groups() -> Iterator[FlagGroup]:
@@ -150,6 +240,12 @@ def _gpus(text: str) -> tuple[int, ...]:
         return gpu_list(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1024 <= int(text) < 32_000:
+        raise argparse.ArgumentTypeError(f"expected 1024 to 31999, got {text[:20]!r}")
+    return int(text)
 
 
 def _slo(text: str) -> Slo:

@@ -20,7 +20,6 @@ from pdproxy.app.listening import listen
 from pdproxy.app.signals import Ending
 from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.pools import Pool
-from pdproxy_lab.demo import examples
 from pdproxy_lab.demo.comparison.run import Comparison
 from pdproxy_lab.demo.engines import Engines, SimEngines
 from pdproxy_lab.demo.figures import History
@@ -33,6 +32,7 @@ from pdproxy_lab.demo.tally import Tally
 from pdproxy_lab.demo.traffic import Traffic
 from pdproxy_lab.demo.vllm.fleet import VllmEngines
 from pdproxy_lab.demo.waits import or_at_once, played, unless_ended, until
+from pdproxy_lab.up import examples
 from pdproxy_lab.up.errors import CANT_START, UpError
 
 EVERY = 1.0

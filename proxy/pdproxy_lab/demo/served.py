@@ -14,7 +14,7 @@ from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.settings.listen import Listen
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
-from pdproxy_lab.demo import examples
+from pdproxy_lab.up import examples
 from pdproxy_lab.up.errors import UpError
 
 READY = 30.0

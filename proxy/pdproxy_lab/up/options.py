@@ -28,7 +28,7 @@ _SHORT = {"-tp": "--tensor-parallel-size"}
 @dataclass(frozen=True, slots=True)
 class UpOptions:
     """The command line. `gpus`: their indices, None: those that are free. `flags`: of vLLM, for
-    each engine.
+    each engine. `first_port`: where the engines' ports are looked for, None: at the usual ones.
     """
 
     model: str
@@ -37,6 +37,7 @@ class UpOptions:
     slo: Slo = NO_SLO
     profile: str | None = None
     flags: tuple[str, ...] = ()
+    first_port: int | None = None
 
 
 def value_of(flags: Sequence[str], name: str) -> str | None:

@@ -90,7 +90,7 @@ async def prepare(
         machine,
         model,
         options,
-        Ports(before.ports),
+        Ports(before.ports, options.first_port),
         ours=before.gpus,
         before=before.engines,
         events_before=before.events_port,

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from pdproxy_lab.up.errors import UpError
 
@@ -17,12 +18,35 @@ _LAST_WORDS = 2.0
 """Seconds for what a program has printed before it was killed."""
 
 
+class Ended(NamedTuple):
+    """What a program has printed on standard output and standard error, and its exit code."""
+
+    code: int
+    out: bytes
+    err: bytes
+
+
 async def run_to_end(command: Sequence[str | Path], deadline: float, doing: str) -> bytes:
-    """Run a program and return what it printed; its whole group is killed at the deadline, and on
-    cancellation.
+    """Run a program and return what it printed.
 
     Raises:
         UpError: it failed, took too long, or printed too much; ends with its last line.
+    """
+    ended = await run(command, deadline, doing)
+    if ended.code:
+        said = ended.err if ended.err.strip() else ended.out
+        lines = [line for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
+        last = lines[-1].strip() if lines else "no message"
+        raise UpError(f"{doing} failed with exit code {ended.code}: {last}")
+    return ended.out
+
+
+async def run(command: Sequence[str | Path], deadline: float, doing: str) -> Ended:
+    """Run a program to its end, whatever its exit code; its whole group is killed at the deadline,
+    and on cancellation.
+
+    Raises:
+        UpError: it took too long, printed too much, or can't be started.
     """
     try:
         process = await asyncio.create_subprocess_exec(
@@ -52,12 +76,8 @@ async def run_to_end(command: Sequence[str | Path], deadline: float, doing: str)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORDS):
                 await process.communicate()
-    if process.returncode:
-        said = err if err.strip() else out
-        lines = [line for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
-        last = lines[-1].strip() if lines else "no message"
-        raise UpError(f"{doing} failed with exit code {process.returncode}: {last}")
-    return out
+    assert process.returncode is not None
+    return Ended(process.returncode, out, err)
 
 
 async def _read(stream: asyncio.StreamReader | None, doing: str) -> bytes:

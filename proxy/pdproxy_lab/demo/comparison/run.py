@@ -27,7 +27,6 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.settings.engines import Role
 from pdproxy_lab.bench.client import Target, session_of
 from pdproxy_lab.bench.outcome import Outcome
-from pdproxy_lab.demo import examples
 from pdproxy_lab.demo.comparison.controls import Controls, Pressed
 from pdproxy_lab.demo.comparison.fleet import Fleet
 from pdproxy_lab.demo.comparison.load import Load
@@ -44,6 +43,7 @@ from pdproxy_lab.demo.options import CHUNK, DemoOptions, Say
 from pdproxy_lab.demo.scrape import scrape
 from pdproxy_lab.demo.screen import log_to_stderr
 from pdproxy_lab.demo.waits import or_at_once, played, unless_ended, until
+from pdproxy_lab.up import examples
 from pdproxy_lab.up.errors import UpError
 
 EVERY = 1.0

@@ -1,4 +1,4 @@
-"""Example requests that the demo prints, with its port and model. Pure."""
+"""Example requests that `up` and the demo print, with their port and model. Pure."""
 
 from __future__ import annotations
 
