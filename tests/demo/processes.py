@@ -53,9 +53,9 @@ class Running:
         self.process = process
         self.printed: list[str] = []
 
-    async def until(self, words: str) -> str:
+    async def until(self, words: str, within: float = DEADLINE) -> str:
         """Read until a line holds these words; return all lines so far."""
-        async with asyncio.timeout(DEADLINE):
+        async with asyncio.timeout(within):
             while not any(words in line for line in self.printed):
                 line = (await self.process.stdout.readline()).decode()
                 assert line, f"ended without {words!r}: {self.printed} {await self.errors()}"

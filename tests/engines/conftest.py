@@ -35,6 +35,7 @@ ORDER = [
         "test_kv_events",
         "test_clients",
         "test_changes",
+        "test_up",
     ),
     *("test_load", "test_reality", "test_faults"),
 ]

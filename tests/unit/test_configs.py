@@ -21,6 +21,7 @@ import yaml
 from pdproxy.app.drain import longest_drain
 from pdproxy.app.server import files_needed
 from pdproxy.cli import serve
+from pdproxy.cli.commands import parser_for
 from pdproxy.cli.main import main
 from pdproxy.cli.options import settings_from
 from pdproxy.settings.load import load
@@ -28,6 +29,7 @@ from pdproxy.settings.schema import Settings
 from pdproxy_lab.cli import sim
 from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.server import SimServer
+from pdproxy_lab.up.own_process import GRACE
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -308,11 +310,11 @@ def test_the_comments_of_compose_name_each_variable_with_its_default() -> None:
 # -- configs/systemd
 
 
-def service() -> configparser.SectionProxy:
-    """Return the section `Service` of the unit, which sets nothing twice."""
+def service(name: str = "pdproxy") -> configparser.SectionProxy:
+    """Return the section `Service` of a unit, which sets nothing twice."""
     unit = configparser.RawConfigParser()
     unit.optionxform = str  # type: ignore[assignment, method-assign]
-    unit.read(ROOT / "configs/systemd/pdproxy.service")
+    unit.read(ROOT / f"configs/systemd/{name}.service")
     return unit["Service"]
 
 
@@ -478,3 +480,17 @@ async def test_the_health_check_detects_a_process_that_is_down_or_gone(tmp_path:
         engine.engine.kill_core()
         assert await health_check(engine.port, tmp_path) == (1, True)
     assert await health_check(engine.port, tmp_path) == (1, True)
+
+
+def test_the_service_of_up_has_the_time_that_its_proxy_and_its_engines_need() -> None:
+    unit = service("pdproxy-up")
+    settings = load(ROOT / "configs/2p2d.yaml", {})
+    proxy = longest_drain(settings.deadlines, settings.listen.linger)
+    assert float(unit["TimeoutStopSec"]) > proxy + GRACE
+    assert unit["KillMode"] == "mixed"  # `up` ends the engines, behind the proxy
+    for key, applies in (("ExecStart", False), ("ExecReload", True)):
+        words = unit[key].replace("$UP", "org/m --print -- --max-model-len 4096")
+        found = parser_for(["up"]).parse_args(shlex.split(words)[1:])
+        assert found.model == "org/m"
+        assert found.rest == ["--max-model-len", "4096"]
+        assert found.apply == applies

@@ -106,8 +106,8 @@ async def machine(folder: Path, **orders: Any) -> AsyncIterator[UpBox]:
 class Load:
     """Clients that ask all the time, some of them with streams."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, url: str, model: str = "tiny") -> None:
+        self.url, self.model = url, model
         self.outcomes: Counter[str] = Counter()
         self._asks = True
 
@@ -122,7 +122,7 @@ class Load:
         while self._asks:
             asked += 1
             body = {
-                "model": "tiny",
+                "model": self.model,
                 "prompt": f"client {number}, request {asked}: " + "some words " * 40,
                 "max_tokens": 32,
                 "ignore_eos": True,
@@ -144,9 +144,9 @@ class Load:
 
 
 @asynccontextmanager
-async def load(url: str, clients: int = 8) -> AsyncIterator[Load]:
+async def load(url: str, clients: int = 8, model: str = "tiny") -> AsyncIterator[Load]:
     """Clients until the end of the block; then each of their requests must have been served."""
-    found = Load(url)
+    found = Load(url, model)
     async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
         for number in range(clients):
             group.create_task(found._client(session, number))

@@ -15,7 +15,7 @@ OWN_FLAGS: Mapping[str, str] = {
     "--uds": "each engine gets a port",
     "--kv-transfer-config": "it follows from each engine's role",
     "--kv-events-config": "each engine gets its own ports",
-    "--api-key": "engines take keys from VLLM_API_KEY, and the proxy sends that one",
+    "--api-key": "set VLLM_API_KEY, and give the proxy --engine-api-key-file",
     "--data-parallel-size": "each engine is one rank; more engines do the same",
     "-dp": "each engine is one rank; more engines do the same",
     "--pipeline-parallel-size": "engines use tensor parallel ranks alone",

@@ -14,6 +14,7 @@ from functools import partial
 import aiohttp
 import msgspec
 
+from pdproxy.app.drain import longest_drain
 from pdproxy.app.signals import Ending
 from pdproxy_lab.up.arrangement import PlannedEngine
 from pdproxy_lab.up.changes import Orders, in_order, refuse_other
@@ -33,8 +34,6 @@ INTERRUPTED = 130
 PROXY = "proxy"
 CHECK_DEADLINE = 120.0
 """Seconds for the check of one pair of engines."""
-_EXTRA_GRACE = 15.0
-"""Seconds that the proxy gets beyond its own deadlines."""
 
 
 def before_of(folder: Folder) -> tuple[State | None, Before]:
@@ -110,7 +109,7 @@ class Up:
             PROXY,
             EngineCommand((*PDPROXY, "serve", "--config", str(folder.settings)), {}),
             f"{url_of(prepared.settings)}/ready",
-            grace=listen.linger + deadlines.drain + deadlines.release + _EXTRA_GRACE,
+            grace=longest_drain(deadlines, listen.linger),
         )
         self._keeping: dict[str, asyncio.Task[None]] = {}
         self._over = asyncio.Event()
