@@ -1,5 +1,6 @@
 """`pdproxy up` with two real engines on a CPU."""
 
+import shutil
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -48,3 +49,4 @@ class Up:
             yield up
         assert alive([str(self.folder.path)]) == []
         assert alive([str(self.port)]) == []
+        shutil.rmtree(self.folder.path)

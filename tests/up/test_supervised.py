@@ -81,6 +81,26 @@ async def test_a_crash_loop_ends_with_its_reason(
     assert said[-1].endswith("out of luck 1")
 
 
+async def test_one_whose_remains_can_not_be_ended_is_given_up(
+    tmp_path: Path,
+    health: Health,
+    session: aiohttp.ClientSession,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fail(*_: object) -> None:
+        raise UpError("the system does not end its processes: 7")
+
+    said: list[str] = []
+    one = kept(tmp_path, health.url, "exit 3", said)
+    one.start()
+    with monkeypatch.context() as patched:
+        patched.setattr(OwnProcess, "stop", fail)
+        async with asyncio.timeout(60):
+            await one.keep(session)
+    assert one.is_given_up
+    assert said[-1].endswith("processes: 7: any-0 is not started again")
+
+
 async def test_an_engine_whose_core_is_dead_is_started_again(
     tmp_path: Path, health: Health, session: aiohttp.ClientSession
 ) -> None:

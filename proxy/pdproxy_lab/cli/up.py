@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -212,7 +213,9 @@ def _usual_folder(flags: Sequence[Flag]) -> Path:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    # the reader of standard output may be gone: engines are kept running nevertheless
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
 
 
 def _groups() -> Iterator[FlagGroup]:

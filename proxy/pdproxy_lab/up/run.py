@@ -201,9 +201,12 @@ class Up:
         self._keeping[one.name] = task = asyncio.create_task(one.keep(session), name=one.name)
         task.add_done_callback(self._see_given_up)
 
-    def _see_given_up(self, _: object) -> None:
+    def _see_given_up(self, task: asyncio.Task[None]) -> None:
         """Note that nothing can serve any more: without the proxy, or without any engine."""
         engines = self._engines.values()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._say(f"{task.get_name()} can't be kept running: {error!r}")
+            self._over.set()
         if self._proxy.is_given_up or all(one.is_given_up for one in engines):
             self._over.set()
 

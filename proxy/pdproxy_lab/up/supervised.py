@@ -113,11 +113,17 @@ class Supervised:
 
     async def keep(self, session: aiohttp.ClientSession) -> None:
         """Keep it running, until it is given up."""
+        try:
+            await self._keep(session)
+        except UpError as error:  # what is left of it can't be ended
+            self._say(f"{error}: {self.name} is not started again")
+        self.is_given_up = True
+
+    async def _keep(self, session: aiohttp.ClientSession) -> None:
         never = asyncio.Event()
         while True:
             why = await self._end(session)
             if self._count():
-                self.is_given_up = True
                 self._say(
                     self._last_words(
                         f"{self.name} {why}, {self._times.most} times within "
