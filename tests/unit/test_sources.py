@@ -104,6 +104,22 @@ async def test_another_pod_with_the_address_of_one_that_leaves_is_another_engine
     assert source._identities == {TWO: "b"}
 
 
+async def test_another_pod_that_two_sources_name_keeps_nobody_out(w: World) -> None:
+    """The first that says so leaves the engine to the other one, which has the new one."""
+    both = followed(w), followed(w, url="pods://:8000/app=all")
+    for source in both:
+        source.answered(answer(pod(pod="p-1")))
+    before = w.members.members[ONE]
+    new = answer(pod(uid="b", pod="p-2"), pod(TWO, "c"))
+    both[0].answered(new)
+    assert in_use(w) == {ONE, TWO}
+    both[1].answered(new)
+    assert w.members.members[ONE] is not before
+    assert w.members.members[ONE].settings.labels == {"pod": "p-2"}
+    both[0].answered(new)
+    assert both[0].shortcomings() == both[1].shortcomings() == []
+
+
 async def test_the_same_pod_with_other_labels_is_the_same_process(w: World) -> None:
     source = followed(w, labels={"rack": "r"})
     source.answered(answer(pod(zone="a")))

@@ -228,10 +228,11 @@ class FoundEngines:
             if self.template.role == BY_LABEL and found.role is None:
                 left_out.append(found.no_role)
                 continue
-            engine = self._engine(found)
+            engine, joins = self._engine(found), self._joins(found)
+            # behind it: what was another engine may be that of another source alone now
             if (why := self._why_not(found, engine)) is not None:
                 left_out.append(why)
-            elif self._joins(found):
+            elif joins:
                 wanted[found.url] = engine
         members, there = self._membership.members, {one.url for one in self._answer.engines or ()}
         self._identities = {
