@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdproxy.deciding.local_scheduler import LocalScheduler
@@ -488,6 +488,16 @@ def built(
     return ledger
 
 
+@example(  # of the engines that serve whole, those of one role are excluded, the other is busy
+    (
+        [("a0", "A"), ("d1", "B"), ("a2", "B")],
+        {"a0": "breaker", "d1": "slow", "a2": "breaker"},
+        set(),
+    ),
+    "session",
+    None,
+    False,
+)
 @settings(max_examples=300)
 @given(
     found=fleets(),

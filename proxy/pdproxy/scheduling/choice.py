@@ -123,12 +123,13 @@ class Choice:
                 if not engine.crowded:
                     return engine
         ranked = [spared(ask, self.eligibility.ranked(role, ask, without)) for role in self._alone]
-        # First engines that serve the model; of these the ones whose breaker leaves a place; of
-        # these the ones with room.
+        # First engines that serve the model; of these the ones whose breaker is not open; of these
+        # the ones whose breaker leaves a place; of these the ones with room.
         return min(
             (engines[0] for engines in ranked if engines),
             key=lambda n: (
                 ask.model is not None and not n.serves(ask.model),
+                not n.usable(ask.now),
                 not n.takes(ask.now),
                 n.crowded,
             ),
