@@ -213,16 +213,18 @@ async def test_a_namespace_that_could_never_be_read_keeps_no_other_out(
 
 
 async def test_a_file_has_the_engines_while_no_server_answers(
-    api: KubernetesApi, tmp_path: Path
+    api: KubernetesApi, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is read only then, and it says from when it is. Another source's engines stay in it."""
     file = tmp_path / "cache" / "found.json"
     settings = Kubernetes(kubeconfig=kubeconfig(tmp_path, api), cache_file=str(file))
     pod(api, "a", "http://10.0.0.1:1")
-    async with asked(URL, settings) as one:  # its folder is missing: nothing but a log line
-        await until(lambda: one.urls)
-        await asyncio.sleep(0.3)
-    file.parent.mkdir()
+    async with asked(URL, settings):  # its folder is missing: nothing but a log line
+        await until(lambda: "cache_file can't be written" in caplog.text)
+        file.parent.mkdir()
+        await until(file.exists)
+    assert caplog.text.count("can't be written") == 1
+    file.unlink()
     others = "pods://default:http/app=vllm"
     async with asked(URL, settings), asked(others, settings):
         await until(lambda: file.exists() and {URL, others} <= json.loads(file.read_text()).keys())

@@ -115,6 +115,8 @@ class KubernetesSource:
         """The engines of the last answer that had some."""
         self._written: Sequence[FoundEngine] | None = None
         self._written_at = -WRITE
+        self._is_writable = True
+        """Whether the file could be written the last time."""
 
     def __repr__(self) -> str:
         return f"<KubernetesSource {self._url.url}>"
@@ -276,8 +278,12 @@ class KubernetesSource:
             or now < self._written_at + WRITE
         ):
             return
-        self._written, self._written_at = engines, now
+        self._written_at = now
         try:
             self._file.write(engines, self._now())
-        except OSError as error:
-            logger.warning("kubernetes.cache_file can't be written: %s", error.strerror)
+        except OSError as error:  # tried again, and said once
+            if self._is_writable:
+                logger.warning("kubernetes.cache_file can't be written: %s", error.strerror)
+            self._is_writable = False
+        else:
+            self._written, self._is_writable = engines, True
