@@ -239,7 +239,16 @@ def test_an_engine_has_labels_of_its_pod(
     assert engine.labels == {**expected, **of_pod}
 
 
-def test_of_two_pods_with_one_address_neither_is_used() -> None:
+def test_of_two_pods_with_one_address_the_ready_one_is_used() -> None:
+    """The other one can't listen there: while it starts, the engine that serves goes on."""
+    serves = engines_of(pod(name="a"), rules())
+    starts = engines_of(pod(name="b", ready="False"), rules())
+    for both in ([serves, starts], [starts, serves]):
+        assert joined(both) == ([*serves.engines], [])
+    assert joined([starts, starts])[0] == []
+
+
+def test_of_two_ready_pods_with_one_address_neither_is_used() -> None:
     """Nobody knows which of them answers. The others are."""
     same = [engines_of(pod(name=name), rules()) for name in ("a", "b")]
     other = engines_of(pod(name="c", ips=("10.0.0.2",)), rules())

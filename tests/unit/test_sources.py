@@ -69,6 +69,17 @@ async def test_who_was_there_before_this_process_stays_although_it_is_not_ready(
     assert in_use(w) == {ONE}
 
 
+async def test_another_pod_than_the_processes_before_had_is_another_engine(w: World) -> None:
+    """They have left the name of its pod."""
+    source = followed(w)
+    w.members.apply(URL, [ConfiguredEngine(url=ONE, role="decode", labels={"pod": "p-1"})])
+    before = w.members.members[ONE]
+    source.answered(answer(pod(pod="p-2")))
+    after = w.members.members[ONE]
+    assert after is not before
+    assert after.drain is None
+
+
 @pytest.mark.parametrize("ready", [True, False])
 async def test_another_pod_with_the_same_address_is_another_engine(w: World, ready: bool) -> None:
     """Nothing of the old one is left, and it is not drained: it is gone."""

@@ -82,8 +82,8 @@ def engines_of(pod: Pod, rules: PodRules) -> PodEngines:
 def joined(pods: Iterable[PodEngines]) -> tuple[list[FoundEngine], list[str]]:
     """Return the engines of all pods, and a sentence for each pod that is left out.
 
-    Two pods on their machine's own network may have one address and port: neither is used, since
-    nobody knows which of them answers.
+    Pods on their machine's own network may have one address and port. Only one of them can listen
+    there: the one that is ready. If that is not one alone, none is used.
     """
     wrong: list[str] = []
     by_url: dict[str, list[FoundEngine]] = {}
@@ -94,8 +94,9 @@ def joined(pods: Iterable[PodEngines]) -> tuple[list[FoundEngine], list[str]]:
             by_url.setdefault(engine.url, []).append(engine)
     found = []
     for url, engines in by_url.items():
-        if len(engines) == 1:
-            found.append(engines[0])
+        able = engines if len(engines) == 1 else [one for one in engines if one.ready]
+        if len(able) == 1:
+            found.append(able[0])
             continue
         names = " and ".join(
             f"{one.labels['namespace']}/{one.labels['pod']}" for one in engines[:2]

@@ -28,6 +28,9 @@ from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.kv import ReceiverSettings
 from pdproxy.settings.schema import SOURCES, Settings, source_kind
 
+POD = "pod"
+"""The label of an engine that has the name of its pod."""
+
 
 @dataclass(frozen=True, slots=True)
 class FoundEngine:
@@ -295,7 +298,12 @@ class FoundEngines:
         is_there = member is not None and member.is_wanted_by(self.name)
         is_own = is_there or (member is not None and member.source == self.name)  # it may leave
         before = self._identities.get(url)
-        if is_own and before is not None and before != found.identity:
+        if before is None and member is not None:
+            # a process before this one had it: of its identity, the name of its pod is known
+            other = member.settings.labels.get(POD) != found.labels.get(POD)
+        else:
+            other = before != found.identity
+        if is_own and other:
             self._membership.remove(url, self.name, at_once=True)
             is_there = False
         self._identities[url] = found.identity

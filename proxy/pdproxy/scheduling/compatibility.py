@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import combinations, product
 
 from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
@@ -57,11 +57,19 @@ def _may_work_together(one: tuple[Role, LedgerEngine], other: tuple[Role, Ledger
     return first is not second
 
 
+_MOST_SETS = 256
+"""Sets of engines of which it is known who has no partner there: requests leave engines out."""
+
+
 class Compatibility:
     """Remembers which engines are compatible, until `changed`: every request asks."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Role, ...], dict[tuple[LedgerEngine, ...], bool]] = {}
+        self._without: dict[Hashable, set[LedgerEngine]] = {}
+        """By the roles and the engines among which partners were looked for: those that have none
+        there.
+        """
 
     def compatible(self, roles: tuple[Role, ...], engines: tuple[LedgerEngine, ...]) -> bool:
         """Return whether every two of these engines may serve one request, each in its role."""
@@ -80,14 +88,34 @@ class Compatibility:
     ) -> tuple[LedgerEngine, ...] | None:
         """Return one engine of each ranking, all compatible, None if there are none.
 
-        The first ranking counts most: its best engine that has compatible partners is taken.
+        The first ranking counts most: its best engine that has compatible partners is taken. An
+        engine that has none is looked at once: all pairs of hundreds of engines take long.
         """
-        return next(
-            (engines for engines in product(*ranked) if self.compatible(roles, engines)), None
-        )
+        if not ranked:
+            return ()
+        first, *others = ranked
+        without: set[LedgerEngine] | None = None
+        for engine in first:
+            if without is not None and engine in without:
+                continue
+            for engines in product([engine], *others):
+                if self.compatible(roles, engines):
+                    return engines
+            if without is None:
+                without = self._without_partners(roles, others)
+            without.add(engine)
+        return None
+
+    def _without_partners(
+        self, roles: tuple[Role, ...], others: Sequence[Sequence[LedgerEngine]]
+    ) -> set[LedgerEngine]:
+        if len(self._without) >= _MOST_SETS:
+            self._without.clear()
+        return self._without.setdefault((roles, *map(frozenset, others)), set())
 
     def changed(self) -> None:
         """Forget everything: an engine came up, went down or changed, or KV moves no more between
         some, or again.
         """
         self._known.clear()
+        self._without.clear()
