@@ -85,6 +85,9 @@ class UpBox(VllmBox):
 
     async def remove(self) -> None:
         """End what a failed test has left."""
+        for name in [path.stem for path in self.up_folder.glob("*.stat")]:
+            if (pid := self.pid(name)) is not None:
+                os.kill(pid, signal.SIGKILL)
         for word in (self.child, str(self.up_folder), str(self.vllm.parent)):
             for pid in alive([word]):
                 with contextlib.suppress(ProcessLookupError):
@@ -98,7 +101,8 @@ async def machine(folder: Path, **orders: Any) -> AsyncIterator[UpBox]:
     box = UpBox(folder, **orders)
     try:
         yield box
-        assert await box.is_left() == []
+        left = await box.is_left()
+        assert not left, left
     finally:
         await box.remove()
 
