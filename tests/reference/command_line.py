@@ -49,7 +49,8 @@ def _choices(action: argparse.Action) -> dict[str, argparse.ArgumentParser]:
 def page() -> str:
     """Return the page."""
     seen: dict[tuple[str, ...], str] = {}
-    return "\n".join([_HEAD, *(_section(one, seen) for one in ends(parser()))])
+    known: dict[str, tuple[str, list[str]]] = {}
+    return "\n".join([_HEAD, *(_section(one, seen, known) for one in ends(parser()))])
 
 
 def ends(of: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
@@ -67,9 +68,13 @@ def shown(group: argparse._ArgumentGroup) -> list[argparse.Action]:
     ]
 
 
-def _section(of: argparse.ArgumentParser, seen: dict[tuple[str, ...], str]) -> str:
+def _section(
+    of: argparse.ArgumentParser,
+    seen: dict[tuple[str, ...], str],
+    known: dict[str, tuple[str, list[str]]],
+) -> str:
     """Return a command's section. `seen` has the groups that stand above, by what they show, each
-    with its command.
+    with its command; `known` those of settings, by their titles, each with its command and options.
     """
     usage = of.format_usage().removeprefix("usage: ").strip()
     parts = [f"## {of.prog}", cell(of.description or ""), f"```text\n{usage}\n```"]
@@ -79,6 +84,15 @@ def _section(of: argparse.ArgumentParser, seen: dict[tuple[str, ...], str]) -> s
             continue
         title = "" if group.title in (None, "options", "positional arguments") else group.title
         text = _group(of, group.description, actions)
+        settings = [_names(of, one) for one in actions if "." in one.dest]
+        if title and len(settings) == len(actions):
+            # a group of settings may stand above with more of them
+            first = known.setdefault(title, (of.prog, settings))
+            if first[0] != of.prog and {*settings} <= {*first[1]}:
+                without = ", ".join(one for one in first[1] if one not in settings)
+                rest = f" (without {without})" if without else ""
+                above.setdefault(first[0], []).append(f"**{cell(title)}**{rest}")
+                continue
         if title and (at := seen.setdefault((title, *text), of.prog)) != of.prog:
             above.setdefault(at, []).append(f"**{cell(title)}**")
             continue

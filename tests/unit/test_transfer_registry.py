@@ -220,9 +220,12 @@ def test_no_other_code_names_a_contract() -> None:
     allowed = {
         ("pdproxy/settings/pools.py", "nixl"),  # the default of `pools[].connector`
         ("pdproxy/settings/keys.py", "shared"),  # what caches of tenants may be
-        ("pdproxy_lab/demo/scripts/look.py", "nixl"),  # the Python package
-        ("pdproxy_lab/demo/scripts/look.py", "cpu"),  # a device
-        ("pdproxy_lab/demo/vllm/flags.py", "cpu"),
+        ("pdproxy_lab/up/arrangement.py", "nixl"),  # what `pdproxy up` starts engines with
+        ("pdproxy_lab/up/settings_file.py", "nixl"),
+        ("pdproxy_lab/up/scripts/look.py", "nixl"),  # Python packages
+        ("pdproxy_lab/up/scripts/look.py", "mooncake"),
+        ("pdproxy_lab/up/scripts/look.py", "cpu"),  # a device
+        ("pdproxy_lab/up/command.py", "cpu"),
     }
     found = {
         (path.relative_to(PACKAGES).as_posix(), text)

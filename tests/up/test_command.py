@@ -72,6 +72,16 @@ def test_gpus_are_the_engines_own_in_the_order_of_nvidia_smi() -> None:
     assert "--dtype" not in line.arguments
 
 
+def test_an_engine_can_start_again_while_others_run() -> None:
+    """UCX would keep the memory of one that has ended in use. Who says otherwise is heard."""
+    assert commanded(planned(machine(2)), 0).environment["UCX_CUDA_IPC_CACHE"] == "n"
+    assert (
+        "UCX_CUDA_IPC_CACHE" not in commanded(planned(machine(2), arrangement="2A"), 0).environment
+    )
+    heard = commanded(planned(machine(2)), 0, UCX_CUDA_IPC_CACHE="y").environment
+    assert "UCX_CUDA_IPC_CACHE" not in heard
+
+
 def test_no_engine_offers_its_kv_events_to_the_network() -> None:
     plan = planned(machine(2))
     for number in range(2):
