@@ -69,6 +69,15 @@ async def test_who_was_there_before_this_process_stays_although_it_is_not_ready(
     assert in_use(w) == {ONE}
 
 
+async def test_a_label_of_the_settings_makes_no_other_engine(w: World) -> None:
+    """Of sources that know no pods, such as DNS, the label pod is the settings' own."""
+    source = followed(w, labels={"pod": "mine"})
+    w.members.apply(URL, [ConfiguredEngine(url=ONE, role="decode", labels={"pod": "mine"})])
+    before = w.members.members[ONE]
+    source.answered(answer(FoundEngine(ONE)))
+    assert w.members.members[ONE] is before
+
+
 async def test_another_pod_than_the_processes_before_had_is_another_engine(w: World) -> None:
     """They have left the name of its pod."""
     source = followed(w)

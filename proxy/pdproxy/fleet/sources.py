@@ -300,7 +300,7 @@ class FoundEngines:
         before = self._identities.get(url)
         if before is None and member is not None:
             # a process before this one had it: of its identity, the name of its pod is known
-            other = member.settings.labels.get(POD) != found.labels.get(POD)
+            other = member.settings.labels.get(POD) != self._engine(found).labels.get(POD)
         else:
             other = before != found.identity
         if is_own and other:
