@@ -18,7 +18,11 @@ PAGES = [
     *sorted(ROOT.glob("*.md")),
     *(ROOT / name for name in ("benchmarks/README.md", "tests/engines/README.md")),
 ]
-PACKAGES = {path.parent.name for path in PROXY.glob("*/__init__.py")} | {"pdproxy", "pdproxy_lab"}
+PACKAGES = {path.parent.name for path in PROXY.glob("*/__init__.py")} | {
+    "pdproxy",
+    "pdproxy_lab",
+    "pdproxy_operator",
+}
 FOLDERS = {".ci", "benchmarks", "configs", "docs", "tests"} | PACKAGES
 CODE = re.compile(r"`([^`\n]+)`")
 DOTTED = re.compile(r"\w+(\.\w+)+")
@@ -55,7 +59,9 @@ def resolves(name: str) -> bool:
     """
     try:
         pkgutil.resolve_name(
-            name if name.startswith(("pdproxy.", "pdproxy_lab.")) else f"pdproxy.{name}"
+            name
+            if name.startswith(("pdproxy.", "pdproxy_lab.", "pdproxy_operator."))
+            else f"pdproxy.{name}"
         )
     except (ImportError, AttributeError):
         return False
