@@ -1,8 +1,8 @@
 """The table of all commands. A command is a module with `add(commands, summary)`, which sets the
 function to call as `run`.
 
-Modules are named here and imported when their command is called: so the proxy imports none of the
-tools (`pdproxy_lab`).
+Modules are named here and imported when their command is called: so the proxy imports neither
+tools (`pdproxy_lab`) nor the operator.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ COMMANDS = {
     "plan": Command(
         "pdproxy_lab.cli.plan",
         "find the engines that serve a load best: how many of which role, with which chunk size",
+    ),
+    "operator": Command(
+        "pdproxy_operator.cli", "run the Kubernetes operator of PDRuntimes and PDProxies"
     ),
     "health": Command(
         "pdproxy.cli.health", "check whether a running proxy answers, for health checks"

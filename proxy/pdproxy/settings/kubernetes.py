@@ -25,7 +25,7 @@ PORT = 8000
 """vLLM's own default."""
 EVERYWHERE = "*"
 """In place of a namespace: all of them."""
-_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _PORT_NAME = re.compile(r"(?=.*[a-z])(?!.*--)[a-z0-9]([a-z0-9-]{0,13}[a-z0-9])?")
 _POOL_NAME = re.compile(r"(?=.{1,253}\Z)[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _WORD = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
@@ -249,7 +249,7 @@ def kubernetes_url(url: str, path: KeyPath, where: str = "") -> PodsUrl | PoolUr
         namespace, name = (place, after) if after else (None, place)
         if not _POOL_NAME.fullmatch(name):
             raise wrong(_POOL_FORM)
-        if namespace is not None and not _NAMESPACE.fullmatch(namespace):
+        if namespace is not None and not NAMESPACE.fullmatch(namespace):
             raise wrong(f"{quote(namespace)} is no name of a namespace")
         return PoolUrl(scheme, namespace, name)
     if scheme not in PODS:
@@ -257,7 +257,7 @@ def kubernetes_url(url: str, path: KeyPath, where: str = "") -> PodsUrl | PoolUr
     names, _, port = place.partition(":")
     namespaces = tuple(dict.fromkeys(names.split(","))) if names else ()
     for name in namespaces:
-        if name != EVERYWHERE and not _NAMESPACE.fullmatch(name):
+        if name != EVERYWHERE and not NAMESPACE.fullmatch(name):
             raise wrong(f"{quote(name)} is no name of a namespace")
     if EVERYWHERE in namespaces and len(namespaces) > 1:
         raise wrong(f"{EVERYWHERE} is all namespaces: expected no other beside it")

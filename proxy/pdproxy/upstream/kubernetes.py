@@ -1,5 +1,5 @@
-"""Asks the API server of a Kubernetes cluster. By lightkube: it reads kubeconfig files and the
-service account of a pod, and knows their certificates, tokens and plugins.
+"""Asks the API server of a Kubernetes cluster, and has it change objects. By lightkube: it reads
+kubeconfig files and the service account of a pod, and knows their certificates, tokens and plugins.
 
 Owns the deadline of an answer, and bounds of what is sent. How a collection is followed:
 `fleet.informer`.
@@ -247,7 +247,22 @@ class ApiConnection:
 
     async def get(self, path: str, parameters: Parameters) -> bytes:
         """Return the body of an answer. Raises ApiError."""
-        async with self._deadline(), self._answer(path, parameters) as answer:
+        async with self._deadline(), self._answer("GET", path, parameters) as answer:
+            return await _body(answer, MAX_ANSWER)
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        parameters: Parameters,
+        body: bytes,
+        content_type: str = "application/json",
+    ) -> bytes:
+        """Have something changed, and return the body of the answer. Raises ApiError: then it may
+        have been changed all the same.
+        """
+        sent = content_type, body
+        async with self._deadline(), self._answer(method, path, parameters, sent) as answer:
             return await _body(answer, MAX_ANSWER)
 
     @asynccontextmanager
@@ -259,7 +274,7 @@ class ApiConnection:
         Raises:
             ApiError: it can't be had; or, of what is yielded, that can't be read.
         """
-        async with self._deadline() as deadline, self._answer(path, parameters) as answer:
+        async with self._deadline() as deadline, self._answer("GET", path, parameters) as answer:
             deadline.reschedule(None)
             async with aclosing(_lines(answer)) as lines:
                 yield lines
@@ -276,20 +291,31 @@ class ApiConnection:
             raise ApiError(why, passed=Wait.KUBERNETES) from None
 
     @asynccontextmanager
-    async def _answer(self, path: str, parameters: Parameters) -> AsyncIterator[Response]:
+    async def _answer(
+        self,
+        method: str,
+        path: str,
+        parameters: Parameters,
+        sent: tuple[str, bytes] | None = None,
+    ) -> AsyncIterator[Response]:
+        """Ask. `sent`: the type of a body, and the body."""
         from httpx2 import HTTPError, InvalidURL
         from lightkube.core.exceptions import ConfigError
 
         if self._made is None:
             self._made = self._make()
         client, extensions = self._made
+        # bounds hold for what is read, and compressed bodies may become any size
+        headers = {"accept": "application/json", "accept-encoding": "identity"}
+        if sent is not None:
+            headers["content-type"] = sent[0]
         try:
             request = client.build_request(
-                "GET",
+                method,
                 path,
                 params=parameters,
-                # bounds hold for what is read, and compressed bodies may become any size
-                headers={"accept": "application/json", "accept-encoding": "identity"},
+                content=None if sent is None else sent[1],
+                headers=headers,
                 extensions=dict(extensions),
             )
             answer = await client.send(request, stream=True)
@@ -298,7 +324,7 @@ class ApiConnection:
         except (ConfigError, *_WRONG) as error:
             raise ApiError(f"{self._url}: no credentials: {_text(error)}") from None
         try:
-            if answer.status_code != 200:
+            if not 200 <= answer.status_code < 300:
                 raise await _refused(answer)
             yield answer
         finally:

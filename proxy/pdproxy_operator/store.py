@@ -1,0 +1,447 @@
+"""All objects that matter to the operator, as the API server gave them last.
+
+Owns them, the groups that they belong to, and what is wrong with following them. A PDRuntime or a
+PDProxy that can't be read is left out alone, and named: others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+from pdproxy.fleet.informer import ApiCollection, Counts, Found, Informer
+from pdproxy.kit.text import truncate
+from pdproxy.settings.kubernetes import Kubernetes
+from pdproxy.upstream.kubernetes import UNREADABLE, ApiConnection, ApiError, KubernetesApi
+from pdproxy.wire.kubernetes import Renamed
+from pdproxy_operator.kinds import PODS, PROXIES, RUNTIMES, WRITTEN, Kind
+from pdproxy_operator.names import MANAGED_BY, MANAGER, PROXY, RUNTIME
+from pdproxy_operator.own import OwnObject, OwnPod
+from pdproxy_operator.resources import (
+    Name,
+    OwnMetadata,
+    Proxy,
+    ProxySpec,
+    ProxyStatus,
+    Runtime,
+    RuntimeSpec,
+    RuntimeStatus,
+    name_of,
+    selects,
+)
+
+logger = logging.getLogger("pdproxy.operator")
+CAUGHT_UP = 2.0
+"""Seconds for which a write is waited for to come back, at most."""
+LOOK_AGAIN = 10.0
+"""Seconds until a cluster is asked again whether it has a kind, after a failure."""
+NOTHING = msgspec.Raw(b"{}")
+
+
+class Group(NamedTuple):
+    """What is reconciled at once: a PDProxy with the pools whose rollouts are its own, or a
+    PDRuntime that no PDProxy selects.
+    """
+
+    kind: Literal["PDProxy", "PDRuntime"]
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.namespace}/{self.name}"
+
+
+class Unread(Renamed, frozen=True):
+    """A PDRuntime or a PDProxy of which only the metadata is read."""
+
+    metadata: OwnMetadata
+    spec: msgspec.Raw = NOTHING
+    status: msgspec.Raw = NOTHING
+
+
+class _Followed(Protocol):
+    @property
+    def metadata(self) -> OwnMetadata: ...
+
+
+F = TypeVar("F", bound=_Followed)
+Changes = Sequence[tuple[F | None, F | None]]
+"""Each object that is new, another or gone: as it was and as it is, None: it was not, or is not,
+there.
+"""
+
+
+class Part(Generic[F]):
+    """The objects of one kind in one namespace, or in all. `changed` gets what has changed at once;
+    `known` is called when all objects are known for the first time.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        namespace: str | None,
+        changed: Callable[[Changes[F]], None],
+        known: Callable[[], None],
+    ) -> None:
+        self.kind = kind
+        self.namespace = namespace
+        self.is_known = False
+        self.is_missing = False
+        """Whether this cluster has no such kind."""
+        self.problem: str | None = "nothing was heard yet"
+        self.heard_at = 0.0
+        """When it was known to be as the API has it, in seconds of the event loop."""
+        self._changed = changed
+        self._known = known
+        self._objects: dict[Name, F] = {}
+        self._of: dict[str, dict[str, F]] = {}
+        """By namespace and name."""
+        self._heard = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Part {self.kind.plural}: {len(self._objects)}>"
+
+    def take(self, found: Found[F]) -> None:
+        """Have what an informer says."""
+        self.problem = found.problem
+        if found.problem is None:
+            self.heard_at = asyncio.get_running_loop().time()
+        if found.objects is not None:
+            self.is_missing = False
+            self._have(found.objects)
+
+    def miss(self) -> None:
+        """There is no such kind, so nothing of it."""
+        self.problem, self.heard_at = None, asyncio.get_running_loop().time()
+        self.is_missing = True
+        self._have(())
+
+    def _have(self, objects: Collection[F]) -> None:
+        before = self._objects
+        now = {Name(one.metadata.namespace, one.metadata.name): one for one in objects}
+        self._objects, self._of = now, {}
+        for name, one in now.items():
+            self._of.setdefault(name.namespace, {})[name.name] = one
+        changes: list[tuple[F | None, F | None]] = []
+        for name, one in now.items():
+            was = before.get(name)
+            if was is None or _version(was) != _version(one):
+                changes.append((was, one))
+        changes += [(before[name], None) for name in before.keys() - now.keys()]
+        heard, self._heard = self._heard, asyncio.Event()
+        heard.set()
+        if changes:
+            self._changed(changes)
+        if not self.is_known:
+            self.is_known = True
+            self._known()
+
+    def of(self, namespace: str) -> Mapping[str, F]:
+        """Return those of a namespace, by name."""
+        return self._of.get(namespace, {})
+
+    async def has_seen(self, name: Name, version: str) -> None:
+        """Wait until an object has this version or a later one, or is gone where `version` is
+        "".
+        """
+        while not self._is_as_new(name, version):
+            await self._heard.wait()
+
+    def _is_as_new(self, name: Name, version: str) -> bool:
+        one = self._objects.get(name)
+        if not version:
+            return one is None or one.metadata.deletion_timestamp is not None
+        if one is None:
+            return False
+        known = one.metadata.resource_version
+        return known == version or (
+            known.isdecimal() and version.isdecimal() and int(known) >= int(version)
+        )
+
+
+class Store:
+    """Follows all of it. `namespaces`: which, empty: all. `changed` gets the groups that are
+    concerned by a change, and whether a user has made it.
+    """
+
+    def __init__(
+        self,
+        api: KubernetesApi,
+        times: Kubernetes,
+        namespaces: Sequence[str],
+        changed: Callable[[Group, bool], None],
+    ) -> None:
+        self._api = api
+        self._times = times
+        self._changed = changed
+        self.counts = Counts()
+        self.complete = asyncio.Event()
+        """Set once all objects are known, as they are or were."""
+        self._runtimes: dict[str, dict[str, Runtime]] = {}
+        self._proxies: dict[str, dict[str, Proxy]] = {}
+        """By namespace and name, as all others."""
+        self.unreadable: dict[tuple[str, Name], str] = {}
+        """Why each object that can't be read can't be, by its kind and name."""
+        places: list[str | None] = list(namespaces) or [None]
+        self._resources: list[Part[Unread]] = [
+            Part(kind, place, partial(self._take, kind), self._known)
+            for kind in (PROXIES, RUNTIMES)
+            for place in places
+        ]
+        self._pods: list[Part[OwnPod]] = [
+            Part(PODS, place, self._moved, self._known) for place in places
+        ]
+        self._own: dict[Kind, list[Part[OwnObject]]] = {
+            kind: [Part(kind, place, self._moved, self._known) for place in places]
+            for kind in WRITTEN
+        }
+
+    def __repr__(self) -> str:
+        return f"<Store of {sum(map(len, self._runtimes.values()))} PDRuntimes>"
+
+    # following
+
+    async def run(self) -> None:
+        """Follow all of it, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for one in self._resources:
+                tasks.create_task(self._follow(one, Unread, ""))
+            managed = f"{MANAGED_BY}={MANAGER}"
+            for pods in self._pods:
+                tasks.create_task(self._follow(pods, OwnPod, managed))
+            for kind, parts in self._own.items():
+                for part in parts:
+                    follow = self._follow_optional if kind.is_optional else self._follow
+                    tasks.create_task(follow(part, OwnObject, managed))
+
+    async def _follow(self, part: Part[Any], kind: type[Any], selector: str) -> None:
+        collection = ApiCollection(kind, part.kind.path(part.namespace), selector)
+        connection = self._api.connection()
+        await Informer(collection, connection, self._times, part.take, self.counts).run()
+
+    async def _follow_optional(self, part: Part[Any], kind: type[Any], selector: str) -> None:
+        """Follow objects of a kind while the cluster has it: whether it has is asked from time to
+        time.
+        """
+        connection = self._api.connection()
+        following: asyncio.Task[None] | None = None
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                pause = self._times.relist * random.uniform(0.8, 1.2)
+                try:
+                    is_there = await _is_served(connection, part.kind)
+                except ApiError as error:
+                    is_there, pause = following is not None, min(pause, LOOK_AGAIN)
+                    if following is None:
+                        part.problem = str(error)
+                else:
+                    if following is not None and not is_there:
+                        following.cancel()
+                        following = None
+                    if not is_there:
+                        part.miss()
+                await connection.drop()
+                if is_there and following is None:
+                    following = tasks.create_task(self._follow(part, kind, selector))
+                await asyncio.sleep(pause)
+
+    # what there is
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with following objects, a sentence each."""
+        return [f"{one.kind.plural}: {one.problem}" for one in self._parts() if one.problem]
+
+    @property
+    def heard_at(self) -> float:
+        """When all of it was known to be as the API has it, in seconds of the event loop."""
+        return min(one.heard_at for one in self._parts())
+
+    def _parts(self) -> Iterator[Part[Any]]:
+        yield from self._resources
+        yield from self._pods
+        for parts in self._own.values():
+            yield from parts
+
+    def runtimes(self, namespace: str) -> list[Runtime]:
+        """Return all PDRuntimes of a namespace that can be read, by name."""
+        return [one for _, one in sorted(self._runtimes.get(namespace, {}).items())]
+
+    def proxies(self, namespace: str) -> list[Proxy]:
+        """Return all PDProxies of a namespace that can be read, by name."""
+        return [one for _, one in sorted(self._proxies.get(namespace, {}).items())]
+
+    def all_proxies(self) -> list[Proxy]:
+        """Return the PDProxies of all namespaces."""
+        return [one for within in self._proxies.values() for one in within.values()]
+
+    def pods(self, namespace: str) -> list[OwnPod]:
+        """Return the pods of engines and of proxies in a namespace."""
+        return [one for part in self._pods for one in part.of(namespace).values()]
+
+    def own(self, kind: Kind, namespace: str) -> list[OwnObject]:
+        """Return the operator's own objects of a kind in a namespace."""
+        return [one for part in self._own[kind] for one in part.of(namespace).values()]
+
+    def own_of(self, kind: Kind, name: Name) -> OwnObject | None:
+        """Return one of them, None: there is none of this name."""
+        found = (part.of(name.namespace).get(name.name) for part in self._own[kind])
+        return next((one for one in found if one is not None), None)
+
+    def is_missing(self, kind: Kind) -> bool:
+        """Return whether this cluster has no such kind."""
+        return all(part.is_missing for part in self._own[kind])
+
+    def group_of(self, runtime: Runtime) -> Group:
+        """Return the group of a PDRuntime: of the first PDProxy by name that selects it."""
+        namespace, name = name_of(runtime)
+        for proxy in self.proxies(namespace):
+            if selects(proxy.spec.runtime_selector, runtime.metadata.labels):
+                return Group("PDProxy", namespace, proxy.metadata.name)
+        return Group("PDRuntime", namespace, name)
+
+    def groups(self, namespace: str) -> set[Group]:
+        """Return all groups of a namespace."""
+        found = {self.group_of(one) for one in self.runtimes(namespace)}
+        return found | {
+            Group("PDProxy", namespace, one.metadata.name) for one in self.proxies(namespace)
+        }
+
+    async def caught_up(self, kind: Kind, name: Name, version: str) -> None:
+        """Wait until a write is known here, but not for long. `version`: the object's, "": it was
+        deleted.
+        """
+        parts: list[Part[Any]] = [
+            one
+            for one in self._parts()
+            if one.kind == kind and one.namespace in (None, name.namespace)
+        ]
+        for part in parts:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CAUGHT_UP):
+                    await part.has_seen(name, version)
+
+    # what changes
+
+    def _known(self) -> None:
+        if all(one.is_known for one in self._parts()):
+            self.complete.set()
+
+    def _take(self, kind: Kind, changes: Changes[Unread]) -> None:
+        """Have other versions of PDRuntimes or PDProxies."""
+        known: dict[str, dict[str, Any]] = self._runtimes if kind == RUNTIMES else self._proxies
+        by_users = {
+            (one or was).metadata.namespace  # type: ignore[union-attr]
+            for was, one in changes
+            if is_change_of_user(was, one)
+        }
+        before = {namespace: self.groups(namespace) for namespace in by_users}
+        for was, one in changes:
+            changed = one or was
+            assert changed is not None
+            namespace, name = changed.metadata.namespace, changed.metadata.name
+            self.unreadable.pop((kind.kind, Name(namespace, name)), None)
+            known.setdefault(namespace, {}).pop(name, None)
+            if one is not None and one.metadata.deletion_timestamp is None:
+                try:
+                    known[namespace][name] = _read(kind, one)
+                except UNREADABLE as error:
+                    self._refuse(kind, Name(namespace, name), error)
+        # by a user's change another PDProxy or another PDRuntime may be concerned, too
+        for namespace in by_users:
+            for group in before[namespace] | self.groups(namespace):
+                self._changed(group, True)
+        for _, one in changes:
+            if one is not None and one.metadata.namespace not in by_users:
+                self._change(kind.kind, one.metadata.namespace, one.metadata.name)
+
+    def _refuse(self, kind: Kind, name: Name, error: Exception) -> None:
+        why = truncate(str(error))
+        self.unreadable[kind.kind, name] = why
+        logger.error("%s %s/%s can't be read, and stays as it is: %s", kind.kind, *name, why)
+
+    def _moved(self, changes: Changes[OwnObject] | Changes[OwnPod]) -> None:
+        """Some of the operator's own objects are others, or gone."""
+        concerned = set()
+        for was, one in changes:
+            changed = one or was
+            assert changed is not None
+            labels = changed.metadata.labels or {}
+            for label, of in ((PROXY, PROXIES), (RUNTIME, RUNTIMES)):
+                if label in labels:
+                    concerned.add((of.kind, changed.metadata.namespace, labels[label]))
+        for kind, namespace, name in concerned:
+            self._change(kind, namespace, name)
+
+    def _change(self, kind: str, namespace: str, name: str) -> None:
+        """Something of a PDProxy or a PDRuntime is another."""
+        if kind == PROXIES.kind:
+            self._changed(Group("PDProxy", namespace, name), False)
+        elif (runtime := self._runtimes.get(namespace, {}).get(name)) is not None:
+            self._changed(self.group_of(runtime), False)
+
+
+def is_change_of_user(was: Unread | None, one: Unread | None) -> bool:
+    """Return whether an object is new, gone, or another but for its status."""
+    if was is None or one is None:
+        return True
+    before, now = was.metadata, one.metadata
+    return (
+        before.uid != now.uid
+        or before.generation != now.generation
+        or before.labels != now.labels
+        or before.deletion_timestamp != now.deletion_timestamp
+    )
+
+
+def _version(one: _Followed) -> tuple[str, str]:
+    return one.metadata.uid, one.metadata.resource_version
+
+
+def _read(kind: Kind, one: Unread) -> Runtime | Proxy:
+    if kind == RUNTIMES:
+        spec = msgspec.json.decode(one.spec, type=RuntimeSpec)
+        return Runtime(one.metadata, spec, _status(one.status, RuntimeStatus))
+    return Proxy(
+        one.metadata,
+        msgspec.json.decode(one.spec, type=ProxySpec),
+        _status(one.status, ProxyStatus),
+    )
+
+
+S = TypeVar("S", RuntimeStatus, ProxyStatus)
+
+
+def _status(raw: msgspec.Raw, kind: type[S]) -> S:
+    """Return a status. One that can't be read is written anew."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except UNREADABLE:
+        return kind()
+
+
+class _Resource(msgspec.Struct):
+    name: str = ""
+
+
+class _Resources(msgspec.Struct):
+    resources: list[_Resource] = []
+
+
+async def _is_served(connection: ApiConnection, kind: Kind) -> bool:
+    """Return whether the cluster has a kind. Raises ApiError."""
+    try:
+        found = msgspec.json.decode(await connection.get(kind.api, {}), type=_Resources)
+    except ApiError as error:
+        if error.status == 404:
+            return False
+        raise
+    except UNREADABLE as error:
+        raise ApiError(f"{kind.api}: an answer that can't be read: {error}") from None
+    return any(one.name == kind.plural for one in found.resources)
