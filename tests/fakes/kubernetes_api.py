@@ -1,4 +1,5 @@
-"""An API server of Kubernetes for tests: collections of objects with the rules of list and watch.
+"""An API server of Kubernetes for tests: collections of objects with the rules of list and watch,
+and of writes (`kubernetes_writes`).
 
 There is one version for all objects, which each change raises. Events are kept for a while: a watch
 of an older version is refused, as HTTP status or as an event, and so are pages of an older list.
@@ -13,15 +14,27 @@ import ssl
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from aiohttp import web
 
+from tests.fakes.kubernetes_writes import (
+    OF_SERVER,
+    WITH_STATUS,
+    ConflictError,
+    Owned,
+    is_other_spec,
+    merged,
+)
+
 PODS = "/api/v1"
 POOLS = "/apis/inference.networking.k8s.io/v1"
 _PATH = re.compile(
-    r"(?P<group>/api/v1|/apis/[^/]+/v1)(/namespaces/(?P<namespace>[^/]+))?/(?P<kind>[a-z]+)"
+    r"(?P<group>/api/v1|/apis/[^/]+/v[0-9a-z]+)(/namespaces/(?P<namespace>[^/]+))?/(?P<kind>[a-z]+)"
+    r"(/(?P<name>[^/]+)(/(?P<part>status|scale))?)?"
 )
+_GROUP = re.compile(r"(/api/v1|/apis/[^/]+/v[0-9a-z]+)")
 _SET = re.compile(r"(\S+) (in|notin) \(([^()]*)\)")
 Object = dict[str, Any]
 Key = tuple[str, str, str]
@@ -62,6 +75,15 @@ class KubernetesApi:
         self.most = 500
         self.url = ""
         self.asked: list[tuple[str, Mapping[str, str]]] = []
+        self.requests: list[tuple[str, str]] = []
+        """Methods and paths of all requests."""
+        self.written: list[tuple[str, str, Object]] = []
+        """Methods, paths and bodies of writes that have changed something."""
+        self.absent: set[str] = set()
+        """Kinds that this cluster does not have, as in paths."""
+        self.kinds: dict[str, set[str]] = {}
+        """The kinds of each group's version that are named to who asks, by its path."""
+        self.owned: dict[Key, Owned] = {}
         self.answered: Counter[str] = Counter()
         """Lists and watches that were answered."""
         self._changes: deque[Change] = deque()
@@ -75,32 +97,39 @@ class KubernetesApi:
     # what a test does
 
     def put(
-        self, name: str, namespace: str = "default", kind: str = "pods", **fields: Any
+        self, name: str, namespace: str = "default", plural: str = "pods", **fields: Any
     ) -> Object:
-        """Make an object, or have one with other fields."""
-        key = (kind, namespace, name)
+        """Make an object, or have one with other fields, as a test wants it. `plural`: its kind, as
+        in paths.
+        """
+        key = (plural, namespace, name)
+        metadata = {**fields.pop("metadata", {}), "name": name, "namespace": namespace}
+        return self._store(key, {**fields, "metadata": metadata})
+
+    def _store(self, key: Key, after: Object) -> Object:
+        """Have another version of an object, or a new one."""
         before = self.objects.get(key)
+        self.version += 1
+        metadata = after["metadata"]
         if before is None:
             self._uid += 1
-            uid = f"uid-{self._uid}"
+            metadata |= {"uid": f"uid-{self._uid}", "generation": 1}
+            metadata.setdefault("creationTimestamp", _now())
         else:
-            uid = before["metadata"]["uid"]
-        self.version += 1
-        metadata = {
-            **fields.pop("metadata", {}),
-            "name": name,
-            "namespace": namespace,
-            "uid": uid,
-            "resourceVersion": str(self.version),
-        }
-        self.objects[key] = after = {"metadata": metadata, **fields}
+            was = before["metadata"]
+            metadata["uid"] = was["uid"]
+            metadata["generation"] = was["generation"] + is_other_spec(before, after)
+            metadata["creationTimestamp"] = was["creationTimestamp"]
+        metadata["resourceVersion"] = str(self.version)
+        self.objects[key] = after
         self._note(Change(self.version, key, before, after))
         return after
 
-    def delete(self, name: str, namespace: str = "default", kind: str = "pods") -> None:
+    def delete(self, name: str, namespace: str = "default", plural: str = "pods") -> None:
         """Delete an object."""
         self.version += 1
-        key = (kind, namespace, name)
+        key = (plural, namespace, name)
+        self.owned.pop(key, None)
         self._note(Change(self.version, key, self.objects.pop(key), None))
 
     def forget(self) -> None:
@@ -143,8 +172,9 @@ class KubernetesApi:
     # what it answers
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        """Answer a list or a watch."""
+        """Answer a request."""
         self.asked.append((request.path, dict(request.query)))
+        self.requests.append((request.method, request.path))
         transport = request.transport
         assert transport is not None
         if self.fault == "away":
@@ -162,12 +192,17 @@ class KubernetesApi:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         if self.tokens is not None and bearer not in self.tokens:
             return _status(401, "Unauthorized")
+        if _GROUP.fullmatch(request.path):
+            return self._discovered(request.path)
         match = _PATH.fullmatch(request.path)
-        if match is None:
+        if match is None or match["kind"] in self.absent:
             return _status(404, "the server could not find the requested resource")
         namespace, kind = match["namespace"], match["kind"]
         if (namespace or "*") in self.forbidden:
             return _status(403, f"{kind} is forbidden: no {request.query} in {namespace}")
+        if match["name"] is not None or request.method != "GET":
+            key = (kind, namespace or "", match["name"] or "")
+            return await self._of_one(request, key, match["part"])
         selects = _selector(request.query.get("labelSelector", ""))
 
         def fits(key: Key, one: Object | None) -> bool:
@@ -181,6 +216,82 @@ class KubernetesApi:
         if request.query.get("watch") == "1":
             return await self._watch(request, transport, fits)
         return self._list(request, fits)
+
+    def _discovered(self, path: str) -> web.Response:
+        """Say which kinds a version of a group has."""
+        names = self.kinds.get(path, set()) - self.absent
+        if not names:
+            return _status(404, "the server could not find the requested resource")
+        return web.json_response({"resources": [{"name": name} for name in sorted(names)]})
+
+    async def _of_one(self, request: web.Request, key: Key, part: str | None) -> web.Response:
+        """Answer a request for one object, or a write."""
+        content = await request.read()
+        body = json.loads(content) if content else {}
+        if not key[2]:
+            key = (*key[:2], body["metadata"]["name"])
+            if key in self.objects:
+                return _status(409, f"{key[0]} {key[2]!r} already exists")
+            self.written.append(("POST", request.path, body))
+            self.owned[key] = Owned()
+            self.owned[key].update({}, body, _manager(request))
+            body["metadata"]["namespace"] = key[1]
+            return web.json_response(self._store(key, body), status=201)
+        live = self.objects.get(key)
+        is_apply = request.headers.get("content-type") == "application/apply-patch+yaml"
+        if live is None and not (is_apply and part is None):
+            return _status(404, f"{key[0]} {key[2]!r} not found")
+        if request.method == "GET":
+            assert live is not None
+            return web.json_response(_scale(live) if part == "scale" else live)
+        given = body.get("preconditions", body.get("metadata", {}))
+        for name in ("uid", "resourceVersion"):
+            if name in given and given[name] != (live or {"metadata": {}})["metadata"].get(name):
+                return _status(409, f"the object has been modified: another {name}")
+        if request.method == "DELETE":
+            self.written.append(("DELETE", request.path, body))
+            self.delete(key[2], key[1], key[0])
+            return web.json_response({"kind": "Status", "status": "Success"})
+        try:
+            after = self._changed_one(request, key, part, live, body)
+        except ConflictError as error:
+            return _status(409, f"Apply failed with 1 conflict: {error}")
+        status = 201 if live is None else 200
+        if live is None or after != live:
+            self.written.append((request.method, request.path, body))
+            live = self._store(key, after)
+        return web.json_response(_scale(live) if part == "scale" else live, status=status)
+
+    def _changed_one(
+        self, request: web.Request, key: Key, part: str | None, live: Object | None, body: Object
+    ) -> Object:
+        """Return an object as a write wants it. Raises ConflictError."""
+        owned = self.owned.setdefault(key, Owned())
+        manager = _manager(request)
+        before: Object = live or {
+            **{name: body[name] for name in ("apiVersion", "kind")},
+            "metadata": {"name": key[2], "namespace": key[1]},
+        }
+        if part == "status":
+            body = {"status": body["status"]}
+        elif part == "scale":
+            body = {"spec": {"replicas": body["spec"]["replicas"]}}
+        elif key[0] in WITH_STATUS:
+            body = {name: value for name, value in body.items() if name != "status"}
+        if request.headers.get("content-type") == "application/apply-patch+yaml":
+            force = request.query.get("force") == "true"
+            return owned.apply(before, body, f"{manager}/{part or ''}", force=force)
+        if request.method == "PUT":
+            kept = {"status": before["status"]} if "status" in before else {}
+            after = {**body, **(kept if key[0] in WITH_STATUS else {})}
+        else:
+            after = merged(before, body)
+        after["metadata"] = {
+            **after.get("metadata", {}),
+            **{name: before["metadata"][name] for name in OF_SERVER if name in before["metadata"]},
+        }
+        owned.update(before, after, manager)
+        return after
 
     def _list(self, request: web.Request, fits: Callable[[Key, Object], bool]) -> web.Response:
         token = request.query.get("continue")
@@ -269,6 +380,24 @@ class KubernetesApi:
                     await send("BOOKMARK", {"metadata": {"resourceVersion": str(since)}})
 
 
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _manager(request: web.Request) -> str:
+    return str(request.query.get("fieldManager") or request.headers.get("user-agent", ""))
+
+
+def _scale(one: Object) -> Object:
+    metadata = {name: one["metadata"][name] for name in OF_SERVER if name in one["metadata"]}
+    return {
+        "kind": "Scale",
+        "apiVersion": "autoscaling/v1",
+        "metadata": metadata,
+        "spec": {"replicas": one["spec"].get("replicas", 1)},
+    }
+
+
 def _status(code: int, message: str) -> web.Response:
     return web.json_response(
         {
@@ -311,7 +440,7 @@ async def kubernetes_api(tls: ssl.SSLContext | None = None) -> AsyncIterator[Kub
     """A server at a port of this machine."""
     api = KubernetesApi()
     app = web.Application()
-    app.router.add_get("/{path:.*}", api.answer)
+    app.router.add_route("*", "/{path:.*}", api.answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
