@@ -24,9 +24,10 @@ from tests.fakes.samples import read, total
 from tests.fakes.world import COMPLETIONS, PROMPT, completion
 from tests.kubernetes.build import Built
 from tests.kubernetes.cluster import Cluster
-from tests.kubernetes.deployments import Deployment
+from tests.kubernetes.deployments import Deployment, ended
+from tests.kubernetes.kinds import POD
 from tests.kubernetes.kubelet import Kubelet, addresses
-from tests.kubernetes.pods import FakePods, RealPods
+from tests.kubernetes.objects import Api, FakeApi, Objects, RealApi
 from tests.sim.engines import plain
 from tests.unit.test_informer import kubeconfig
 
@@ -61,7 +62,7 @@ class Fleet:
     own.
     """
 
-    pods: FakePods | RealPods
+    pods: Objects
     kubelets: dict[str, Kubelet]
     prefill: Deployment
     decode: Deployment
@@ -217,19 +218,20 @@ async def fleet(
     port, hosts = free_port(), addresses()
     proxies = [next(hosts), next(hosts)]
     async with AsyncExitStack() as stack:
-        pods: FakePods | RealPods
+        objects: Api
         if built is None:
             api = await stack.enter_async_context(kubernetes_api())
-            config, pods = kubeconfig(folder, api), FakePods(api)
+            config, objects = kubeconfig(folder, api), FakeApi(api)
         else:
             real = Cluster(built, folder)
             await stack.enter_async_context(real.running())
             config = kubeconfig(folder, real)  # type: ignore[arg-type]  # it has a url
-            pods = RealPods(real)
+            objects = RealApi(real)
         kubelets = {
-            node: await stack.enter_async_context(Kubelet(pods, node, hosts, folder))
+            node: await stack.enter_async_context(Kubelet(objects, node, hosts, folder))
             for node in NODES
         }
+        pods = objects.of(POD)
         deployments = [
             Deployment(pods, role, 2, template(role, port, proxies, **more), NODES, MIN_READY)
             for role in BOTH
@@ -252,13 +254,6 @@ async def until_settled(*deployments: Deployment) -> None:
     async with asyncio.timeout(PATIENCE):
         while not all([await one.settled() for one in deployments]):
             await asyncio.sleep(0.1)
-
-
-async def ended(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancel tasks, and wait for their end."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _killed(process: Forked) -> None:

@@ -25,17 +25,23 @@ _PROTOBUF = "application/vnd.kubernetes.protobuf"
 
 
 class Kind(NamedTuple):
-    """A kind as clients know it. `version`: `v1`, or with its group."""
+    """A kind as clients know it. `version`: `v1`, or with its group. `has_status`: whether its
+    status is written for itself, at `/status`; `is_scaled`: whether it has `/scale`. `is_own`:
+    whether the server knows it by this name, by a definition of pdproxy's.
+    """
 
     version: str
     kind: str
     plural: str
+    has_status: bool = False
+    is_scaled: bool = False
+    is_own: bool = False
 
     @property
     def group(self) -> str:
         """The group that it has on the server."""
-        named = self.version.rpartition("/")[0].replace(".", "-") or "core"
-        return f"{named}.{_OF}"
+        named = self.version.rpartition("/")[0]
+        return named if self.is_own else f"{named.replace('.', '-') or 'core'}.{_OF}"
 
     @property
     def path(self) -> str:
@@ -48,29 +54,49 @@ class Kind(NamedTuple):
         return f"/apis/{self.group}/{self.version.rpartition('/')[2]}"
 
 
+CONFIG_MAP = Kind("v1", "ConfigMap", "configmaps")
+POD = Kind("v1", "Pod", "pods")
+SECRET = Kind("v1", "Secret", "secrets")
+SERVICE = Kind("v1", "Service", "services")
+DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments", has_status=True, is_scaled=True)
+RUNTIME = Kind("pdproxy.dev/v1alpha1", "PDRuntime", "pdruntimes", has_status=True, is_own=True)
+PROXY = Kind("pdproxy.dev/v1alpha1", "PDProxy", "pdproxies", has_status=True, is_own=True)
 KINDS = (
-    Kind("v1", "ConfigMap", "configmaps"),
-    Kind("v1", "Pod", "pods"),
-    Kind("v1", "Secret", "secrets"),
-    Kind("v1", "Service", "services"),
+    CONFIG_MAP,
+    Kind("v1", "Event", "events"),
+    POD,
+    SECRET,
+    SERVICE,
     Kind("v1", "ServiceAccount", "serviceaccounts"),
-    Kind("apps/v1", "Deployment", "deployments"),
+    DEPLOYMENT,
+    Kind("coordination.k8s.io/v1", "Lease", "leases"),
+    Kind("events.k8s.io/v1", "Event", "events"),
+    Kind("gateway.networking.k8s.io/v1", "HTTPRoute", "httproutes"),
+    Kind("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", "leaderworkersets", has_status=True),
+    Kind("monitoring.coreos.com/v1", "PodMonitor", "podmonitors"),
     Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),
     Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets"),
     Kind("rbac.authorization.k8s.io/v1", "Role", "roles"),
     Kind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings"),
 )
+"""Those of Kubernetes and of others: the tests define them."""
+OWN = (RUNTIME, PROXY)
+_THERE = {one.version: one.there.removeprefix("/apis/") for one in KINDS}
+_HERE = {there: here for here, there in _THERE.items()}
 
 
 def _definition(kind: Kind) -> dict[str, Any]:
     schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-    version = {
+    version: dict[str, Any] = {
         "name": kind.version.rpartition("/")[2],
         "served": True,
         "storage": True,
         "schema": {"openAPIV3Schema": schema},
     }
     names = {"kind": kind.kind, "plural": kind.plural, "singular": kind.kind.lower()}
+    paths = {"specReplicasPath": ".spec.replicas", "statusReplicasPath": ".status.replicas"}
+    subresources: dict[str, Any] = {"status": {}} if kind.has_status else {}
+    version["subresources"] = {**subresources, **({"scale": paths} if kind.is_scaled else {})}
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -96,6 +122,16 @@ def _renamed(thing: Any, names: dict[str, str]) -> Any:
         else _renamed(value, names)
         for key, value in thing.items()
     }
+
+
+def stored(thing: Any) -> Any:
+    """Return a body of a client as the server takes it."""
+    return _renamed(thing, _THERE)
+
+
+def known(thing: Any) -> Any:
+    """Return what the server says as clients know it."""
+    return _renamed(thing, _HERE)
 
 
 def _fields(message: bytes) -> dict[int, list[bytes]]:
@@ -150,14 +186,12 @@ class Front:
         self.url = f"http://127.0.0.1:{free_port()}"
         self._cluster = cluster
         self._session = session
-        self._there = {one.version: one.there.removeprefix("/apis/") for one in KINDS}
-        self._here = {there: here for here, there in self._there.items()}
 
     async def ask(self, request: web.Request) -> web.StreamResponse:
         """Answer a client."""
         if (found := self._discovered(request.path)) is not None:
             return web.json_response(found)
-        paths = {one.path: one.there for one in KINDS}
+        paths = {one.path: one.there for one in (*KINDS, *OWN)}
         path = next((p for p in paths if request.path.startswith(f"{p}/")), None)
         if path is None:
             status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 404}
@@ -168,7 +202,7 @@ class Front:
             kind, body = "application/json", _json_of(body, request.method)
         there = self._cluster.server + request.path_qs.replace(path, paths[path], 1)
         if body:
-            thing = _renamed(json.loads(body), self._there)
+            thing = stored(json.loads(body))
             if request.method == "PUT" and "resourceVersion" not in thing["metadata"]:
                 # of its own kinds a server takes that, of definitions not
                 async with self._session.get(there) as answer:
@@ -181,25 +215,28 @@ class Front:
             data=body or None,
             headers={"content-type": kind, "accept": "application/json"},
         ) as answer:
+            if "watch" in request.query and answer.status == 200:
+                return await _passed_on(answer, request)
             text = await answer.read()
-            return web.json_response(_renamed(json.loads(text), self._here), status=answer.status)
+            return web.json_response(known(json.loads(text)), status=answer.status)
 
     def _discovered(self, path: str) -> Any:
-        versions = {one.path: one.version for one in KINDS}
+        kinds = (*KINDS, *OWN)
+        versions = {one.path: one.version for one in kinds}
         if path == "/version":
             return {"major": "1", "minor": "36", "gitVersion": "v1.36.4", "platform": "linux/amd64"}
         if path == "/api":
             return {"kind": "APIVersions", "versions": ["v1"]}
         if path == "/apis":
             groups = []
-            for version in sorted({one.version for one in KINDS if "/" in one.version}):
+            for version in sorted({one.version for one in kinds if "/" in one.version}):
                 one = {"groupVersion": version, "version": version.rpartition("/")[2]}
                 name = version.rpartition("/")[0]
                 groups.append({"name": name, "versions": [one], "preferredVersion": one})
             return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
         if path in versions:
             verbs = ["create", "delete", "get", "list", "patch", "update", "watch"]
-            of = [one for one in KINDS if one.path == path]
+            of = [one for one in kinds if one.path == path]
             found = [
                 {"name": one.plural, "kind": one.kind, "namespaced": True, "verbs": verbs}
                 for one in of
@@ -218,8 +255,18 @@ class Front:
         for kind in KINDS:
             listed = await self._cluster.ask("GET", f"{kind.there}/{kind.plural}")
             for one in listed["items"]:
-                found[kind.kind, one["metadata"]["name"]] = _renamed(one, self._here)
+                found[kind.kind, one["metadata"]["name"]] = known(one)
         return found
+
+
+async def _passed_on(answer: aiohttp.ClientResponse, request: web.Request) -> web.StreamResponse:
+    """Pass on a watch, line by line."""
+    passed = web.StreamResponse(headers={"content-type": "application/json"})
+    await passed.prepare(request)
+    with contextlib.suppress(ConnectionError, aiohttp.ClientError):
+        async for line in answer.content:
+            await passed.write(json.dumps(known(json.loads(line))).encode() + b"\n")
+    return passed
 
 
 @asynccontextmanager
@@ -228,12 +275,15 @@ async def front_of(cluster: Cluster) -> AsyncIterator[Front]:
     for kind in KINDS:
         with contextlib.suppress(aiohttp.ClientError):  # it is there already
             await cluster.ask("POST", DEFINITIONS, _definition(kind))
-    connector = aiohttp.TCPConnector(ssl=cluster.tls)
-    async with aiohttp.ClientSession(connector=connector) as session:
+    connector = aiohttp.TCPConnector(ssl=cluster.tls, limit=0)
+    limits = aiohttp.ClientTimeout(total=None, sock_connect=5)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=limits, read_bufsize=2**22
+    ) as session:
         front = Front(cluster, session)
         app = web.Application(client_max_size=2**24)
         app.router.add_route("*", "/{path:.*}", front.ask)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", int(front.url.rpartition(":")[2])).start()
         try:

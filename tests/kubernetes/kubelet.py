@@ -13,36 +13,29 @@ import contextlib
 import itertools
 import os
 import random
+import shutil
 import signal
+import tempfile
+from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from tests.fakes.client import Client, request
 from tests.fakes.forked import Forked, command
+from tests.kubernetes.kinds import POD, SECRET
+from tests.kubernetes.objects import Api, Object
+from tests.kubernetes.volumes import Volumes
 
-Pod = Mapping[str, Any]
-"""An object of the API, as JSON has it."""
 LOOK = 0.05
 """Seconds between two lists of the pods."""
 LAST = 2.0
 """Seconds from SIGTERM to SIGKILL at least, even if the preStop hook has taken all of the grace
 period.
 """
-
-
-class Pods(Protocol):
-    """The API server's collection of pods, as a kubelet uses it."""
-
-    async def list(self) -> list[Pod]:
-        """Return all pods."""
-
-    async def set_status(self, pod: Pod, status: Mapping[str, Any]) -> None:
-        """Write a pod's status. A pod that is gone is left alone."""
-
-    async def remove(self, pod: Pod) -> None:
-        """Delete the object of a pod that has ended."""
+AGAIN = 10.0
+"""Seconds from a container's end to its next start."""
 
 
 def addresses() -> Iterator[str]:
@@ -59,15 +52,28 @@ def ready_condition(is_ready: bool | None) -> dict[str, str]:
 
 class Kubelet:
     """The kubelet of one machine, for the pods whose `nodeName` is `node`. `logs`: a folder for the
-    pods' output.
+    pods' output. `env`: variables of all containers beside their own. `pace`: how many times faster
+    than the pods say it probes, and starts containers again.
     """
 
-    def __init__(self, pods: Pods, node: str, hosts: Iterator[str], logs: Path) -> None:
-        self._pods = pods
+    def __init__(
+        self,
+        api: Api,
+        node: str,
+        hosts: Iterator[str],
+        logs: Path,
+        env: Mapping[str, str] | None = None,
+        pace: float = 1.0,
+    ) -> None:
+        self._api = api
+        self._pods = api.of(POD)
         self.node = node
         self._hosts = hosts
         self._logs = logs
-        self._seen: dict[str, Pod] = {}
+        self._env = {"PATH": os.environ["PATH"], **(env or {})}
+        self._pace = pace
+        self._folder = Path(tempfile.mkdtemp(prefix="pods-"))  # a short path: sockets are there
+        self._seen: dict[str, Object] = {}
         """All pods of the machine, by their uids, as listed last."""
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._processes: dict[str, Forked] = {}
@@ -94,6 +100,7 @@ class Kubelet:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+        shutil.rmtree(self._folder)
         for one in ended:
             if isinstance(one, Exception):
                 raise one
@@ -134,48 +141,134 @@ class Kubelet:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
 
+    def _is_ending(self, uid: str) -> bool:
+        return "deletionTimestamp" in self._seen[uid]["metadata"]
+
     async def _live(self, uid: str) -> None:
         """Run one pod, from its process's start to the end of its object."""
         pod, host = self._seen[uid], next(self._hosts)
-        name, (container,) = pod["metadata"]["name"], pod["spec"]["containers"]
-        env = {**_variables(container, host), "PATH": os.environ["PATH"]}
-        program, *words = (_expanded(word, env) for word in container["command"])
+        (container,) = pod["spec"]["containers"]
+        volumes = Volumes(self._api, pod, self._folder / uid)
+        while (missing := await volumes.missing()) is not None and not self._is_ending(uid):
+            await self._say(uid, host, waiting=("ContainerCreating", f"no {missing}"))
+            await asyncio.sleep(LOOK)
+        env = {
+            **self._env,
+            "PDPROXY_LISTEN__HOST": host,  # as the image has it, but for the address
+            **await self._variables(container, pod, host),
+        }
+        env = {name: volumes.here(value) for name, value in env.items()}
+        starts = 0
+        while not self._is_ending(uid):
+            await self._start(uid, container, host, env, volumes)
+            starts += 1
+            await self._watch(uid, container, host, volumes, starts)
+            if not self._is_ending(uid):
+                waiting = ("CrashLoopBackOff", f"its process has ended {starts} times")
+                await self._say(uid, host, waiting=waiting, starts=starts)
+                await self._sleep(uid, AGAIN / self._pace)
+        await self._end(uid, container, env, volumes)
+
+    async def _start(
+        self,
+        uid: str,
+        container: Mapping[str, Any],
+        host: str,
+        env: Mapping[str, str],
+        volumes: Volumes,
+    ) -> None:
+        words = _command(container)
+        own = (word.replace("0.0.0.0", host) for word in words)
+        program, *arguments = (volumes.here(_expanded(word, env)) for word in own)
         assert program == "pdproxy"
-        with (self._logs / f"{name}.log").open("wb") as log:
-            process = self._processes[uid] = command(*words, env=env, stderr=log)
-        before: bool | None = None
-        while "deletionTimestamp" not in self._seen[uid]["metadata"]:
-            runs = process.returncode is None
-            is_ready = runs and await _answers(container["readinessProbe"], host)
-            if is_ready is not before:
-                status = {
-                    "phase": "Running" if runs else "Failed",
-                    "podIP": host,
-                    "podIPs": [{"ip": host}],
-                    "conditions": [ready_condition(is_ready)],
-                }
-                await self._pods.set_status(self._seen[uid], status)
-                before = is_ready
-            await asyncio.sleep(container["readinessProbe"]["periodSeconds"])
-        await self._end(uid, process, container, env)
+        name = self._seen[uid]["metadata"]["name"]
+        with (self._logs / f"{name}.log").open("ab") as log:
+            self._processes[uid] = command(*arguments, env=env, stderr=log)
+
+    async def _watch(
+        self, uid: str, container: Mapping[str, Any], host: str, volumes: Volumes, starts: int
+    ) -> None:
+        """Say whether a container is ready, until its process has ended or its pod is to end."""
+        process = self._processes[uid]
+        startup, readiness = container.get("startupProbe"), container["readinessProbe"]
+        failures, is_ready, said = 0, False, None
+        while not self._is_ending(uid) and process.returncode is None:
+            probe = startup or readiness
+            if await _answers(probe, container, host):
+                if startup is not None:
+                    startup = None
+                    continue
+                failures, is_ready = 0, True
+            else:
+                failures += 1
+                is_ready = is_ready and failures < probe.get("failureThreshold", 3)
+            if is_ready is not said:
+                await self._say(uid, host, is_ready=is_ready, starts=starts)
+                said = is_ready
+            await volumes.missing()  # other contents of ConfigMaps
+            await self._sleep(uid, probe["periodSeconds"] / self._pace)
+
+    async def _sleep(self, uid: str, seconds: float) -> None:
+        """Sleep, until the pod is to end at most."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while loop.time() < end and not self._is_ending(uid):
+            await asyncio.sleep(min(LOOK, seconds))
+
+    async def _say(
+        self,
+        uid: str,
+        host: str,
+        *,
+        is_ready: bool = False,
+        waiting: tuple[str, str] | None = None,
+        starts: int = 0,
+    ) -> None:
+        """Write the pod's status. `waiting`: why its container does not run, and a message."""
+        pod = self._seen[uid]
+        state: dict[str, Any] = {"running": {}}
+        if waiting is not None:
+            state = {"waiting": {"reason": waiting[0], "message": waiting[1]}}
+        (container,) = pod["spec"]["containers"]
+        of_container = {
+            "name": container["name"],
+            "ready": is_ready,
+            "restartCount": max(0, starts - 1),
+            "state": state,
+        }
+        status = {
+            "phase": "Running" if starts else "Pending",
+            "conditions": [{"type": "PodScheduled", "status": "True"}, ready_condition(is_ready)],
+            "containerStatuses": [of_container],
+        }
+        if starts:
+            status |= {"podIP": host, "podIPs": [{"ip": host}]}
+        await self._pods.set_status(pod, status)
 
     async def _end(
-        self, uid: str, process: Forked, container: Mapping[str, Any], env: Mapping[str, str]
+        self,
+        uid: str,
+        container: Mapping[str, Any],
+        env: Mapping[str, str],
+        volumes: Volumes,
     ) -> None:
         loop, pod = asyncio.get_running_loop(), self._seen[uid]
+        process = self._processes.get(uid)
         end = loop.time() + pod["spec"]["terminationGracePeriodSeconds"]
         hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command")
-        if hook is not None and process.returncode is None:
-            name = pod["metadata"]["name"]
-            self.codes[name] = await self._hooked(name, hook, env, end - loop.time())
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(LAST, end - loop.time())):
-                await process.wait()
-        self._kill(uid)
-        await process.wait()
-        del self._processes[uid]
+        if process is not None:
+            if hook is not None and process.returncode is None:
+                words = [volumes.here(_expanded(word, env)) for word in hook]
+                name = pod["metadata"]["name"]
+                self.codes[name] = await self._hooked(name, words, env, end - loop.time())
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(LAST, end - loop.time())):
+                    await process.wait()
+            self._kill(uid)
+            await process.wait()
+            del self._processes[uid]
         await self._pods.remove(pod)
 
     async def _hooked(
@@ -194,16 +287,39 @@ class Kubelet:
                     process.kill()
                     await process.wait()
 
+    async def _variables(
+        self, container: Mapping[str, Any], pod: Object, host: str
+    ) -> dict[str, str]:
+        """The environment of a container at an address."""
+        metadata = pod["metadata"]
+        fields = {
+            "status.podIP": host,
+            "metadata.name": metadata["name"],
+            "metadata.namespace": metadata["namespace"],
+            "metadata.uid": metadata["uid"],
+        }
+        found: dict[str, str] = {}
+        for one in container.get("env", ()):
+            source = one.get("valueFrom", {})
+            if "fieldRef" in source:
+                value = fields[source["fieldRef"]["fieldPath"]]
+            elif "secretKeyRef" in source:
+                value = await self._secret(**source["secretKeyRef"])
+            else:
+                value = one["value"]
+            found[one["name"]] = _expanded(value, found)
+        return found
 
-def _variables(container: Mapping[str, Any], host: str) -> dict[str, str]:
-    """The environment of a container at an address."""
-    fields = {"status.podIP": host}
-    found: dict[str, str] = {}
-    for one in container.get("env", ()):
-        source = one.get("valueFrom")
-        value = fields[source["fieldRef"]["fieldPath"]] if source else one["value"]
-        found[one["name"]] = _expanded(value, found)
-    return found
+    async def _secret(self, name: str, key: str) -> str:
+        (found,) = [
+            one for one in await self._api.of(SECRET).list() if one["metadata"]["name"] == name
+        ]
+        return b64decode(found["data"][key]).decode()
+
+
+def _command(container: Mapping[str, Any]) -> list[str]:
+    """The words of a container's process. The image begins with `pdproxy`."""
+    return [*container.get("command", ["pdproxy"]), *container.get("args", ())]
 
 
 def _expanded(text: str, env: Mapping[str, str]) -> str:
@@ -213,11 +329,13 @@ def _expanded(text: str, env: Mapping[str, str]) -> str:
     return text
 
 
-async def _answers(probe: Mapping[str, Any], host: str) -> bool:
-    """Whether a readiness probe is answered with 200."""
+async def _answers(probe: Mapping[str, Any], container: Mapping[str, Any], host: str) -> bool:
+    """Whether a probe is answered with 200. Its port is a number, or the name of one."""
+    ports = {one.get("name"): one["containerPort"] for one in container.get("ports", ())}
+    port = probe["httpGet"]["port"]
     with contextlib.suppress(OSError, EOFError, TimeoutError):
         async with asyncio.timeout(probe["timeoutSeconds"]):
-            client = Client(*await asyncio.open_connection(host, probe["httpGet"]["port"]))
+            client = Client(*await asyncio.open_connection(host, ports.get(port, port)))
             try:
                 client.send(request("GET", probe["httpGet"]["path"], b""))
                 return (await client.answer()).status == 200

@@ -18,17 +18,11 @@ from tests.fakes.client import Answer, Client
 from tests.fakes.kubernetes_api import KubernetesApi
 from tests.fakes.ports import free_port
 from tests.fakes.world import COMPLETIONS, completion
-from tests.kubernetes.deployments import Deployment, is_ready
-from tests.kubernetes.fleet import (
-    EXPECTED,
-    NODES,
-    TOKENS,
-    ended,
-    template,
-    until_settled,
-)
+from tests.kubernetes.deployments import Deployment, ended, ends, is_ready, owners
+from tests.kubernetes.fleet import EXPECTED, NODES, TOKENS, template, until_settled
+from tests.kubernetes.kinds import POD
 from tests.kubernetes.kubelet import Kubelet, addresses
-from tests.kubernetes.pods import FakePods
+from tests.kubernetes.objects import FakeApi, Objects
 
 LATE = 0.5
 """Seconds until each machine sends new connections to no pod that is ending."""
@@ -39,7 +33,7 @@ FAST: Any = {"decode-step-s": "0.02", "transfer-latency-s": "0.001"}
 class Service:
     """A Service's address: each connection goes to one of its pods, as kube-proxy does it."""
 
-    def __init__(self, pods: FakePods, app: str, port: int) -> None:
+    def __init__(self, pods: Objects, app: str, port: int) -> None:
         self._pods, self._app, self._port = pods, app, port
         self._places: list[str] = []
         self._turns = itertools.count()
@@ -52,9 +46,7 @@ class Service:
             places = [
                 pod["status"]["podIP"]
                 for pod in await self._pods.list()
-                if pod["metadata"]["labels"]["app"] == self._app
-                and is_ready(pod)
-                and "deletionTimestamp" not in pod["metadata"]
+                if self._app in owners(pod) and is_ready(pod) and not ends(pod)
             ]
             if places != known:
                 loop.call_later(LATE, setattr, self, "_places", places)
@@ -133,10 +125,11 @@ async def _ask(seen: Counter[str], over: asyncio.Event, place: str, port: int, n
 
 async def _replace(folder: Path, linger: float) -> Counter[str]:
     """Replace two proxies while clients ask. Return how their requests have ended."""
-    pods, port, hosts, seen = FakePods(KubernetesApi()), free_port(), addresses(), Counter[str]()
+    api, port, hosts, seen = FakeApi(KubernetesApi()), free_port(), addresses(), Counter[str]()
+    pods = api.of(POD)
     over, place, settings = asyncio.Event(), next(hosts), folder / "pdproxy.yaml"
     async with AsyncExitStack() as stack:
-        kubelet = await stack.enter_async_context(Kubelet(pods, NODES[0], hosts, folder))
+        kubelet = await stack.enter_async_context(Kubelet(api, NODES[0], hosts, folder))
         engines = [
             Deployment(
                 pods, role, 1, template(role, port, [], hook=False, **FAST), [kubelet.node], 0
@@ -148,9 +141,7 @@ async def _replace(folder: Path, linger: float) -> Counter[str]:
         tasks = [asyncio.create_task(one.run()) for one in engines]
         stack.push_async_callback(ended, tasks)
         await until_settled(*engines)
-        found = {
-            pod["metadata"]["labels"]["app"]: pod["status"]["podIP"] for pod in await pods.list()
-        }
+        found = {min(owners(pod)): pod["status"]["podIP"] for pod in await pods.list()}
         settings.write_text(_settings(port, found, linger))
         tasks += [asyncio.create_task(proxies.run()), asyncio.create_task(service.follow())]
         await until_settled(proxies)
