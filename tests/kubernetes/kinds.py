@@ -21,6 +21,8 @@ from tests.fakes.ports import free_port
 from tests.kubernetes.cluster import DEFINITIONS, Cluster
 
 _OF = "pdproxy.test"
+_OWN = ("apiextensions.k8s.io/v1", "pdproxy.dev/v1alpha1")
+"""Versions that the server has by these names."""
 _PROTOBUF = "application/vnd.kubernetes.protobuf"
 
 
@@ -191,7 +193,9 @@ class Front:
         """Answer a client."""
         if (found := self._discovered(request.path)) is not None:
             return web.json_response(found)
-        paths = {one.path: one.there for one in (*KINDS, *OWN)}
+        if any(f"/apis/{version}" in request.path for version in _OWN):  # also openapi/v3/apis
+            return await self._passed_on(request)
+        paths = {one.path: one.there for one in KINDS}
         path = next((p for p in paths if request.path.startswith(f"{p}/")), None)
         if path is None:
             status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 404}
@@ -216,27 +220,43 @@ class Front:
             headers={"content-type": kind, "accept": "application/json"},
         ) as answer:
             if "watch" in request.query and answer.status == 200:
-                return await _passed_on(answer, request)
+                return await _followed(answer, request)
             text = await answer.read()
             return web.json_response(known(json.loads(text)), status=answer.status)
 
+    async def _passed_on(self, request: web.Request) -> web.StreamResponse:
+        kept = ("accept", "content-type")
+        async with self._session.request(
+            request.method,
+            self._cluster.server + request.path_qs,
+            data=await request.read() or None,
+            headers={key: request.headers[key] for key in kept if key in request.headers},
+        ) as answer:
+            passed = web.StreamResponse(status=answer.status)
+            passed.content_type = answer.content_type
+            await passed.prepare(request)
+            with contextlib.suppress(ConnectionError):  # the client of a watch has left
+                async for part in answer.content.iter_any():
+                    await passed.write(part)
+            return passed
+
     def _discovered(self, path: str) -> Any:
-        kinds = (*KINDS, *OWN)
-        versions = {one.path: one.version for one in kinds}
+        versions = {one.path: one.version for one in KINDS}
         if path == "/version":
             return {"major": "1", "minor": "36", "gitVersion": "v1.36.4", "platform": "linux/amd64"}
         if path == "/api":
             return {"kind": "APIVersions", "versions": ["v1"]}
         if path == "/apis":
             groups = []
-            for version in sorted({one.version for one in kinds if "/" in one.version}):
+            grouped = {one.version for one in KINDS if "/" in one.version}
+            for version in sorted(grouped.union(_OWN)):
                 one = {"groupVersion": version, "version": version.rpartition("/")[2]}
                 name = version.rpartition("/")[0]
                 groups.append({"name": name, "versions": [one], "preferredVersion": one})
             return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
         if path in versions:
             verbs = ["create", "delete", "get", "list", "patch", "update", "watch"]
-            of = [one for one in kinds if one.path == path]
+            of = [one for one in KINDS if one.path == path]
             found = [
                 {"name": one.plural, "kind": one.kind, "namespaced": True, "verbs": verbs}
                 for one in of
@@ -259,7 +279,7 @@ class Front:
         return found
 
 
-async def _passed_on(answer: aiohttp.ClientResponse, request: web.Request) -> web.StreamResponse:
+async def _followed(answer: aiohttp.ClientResponse, request: web.Request) -> web.StreamResponse:
     """Pass on a watch, line by line."""
     passed = web.StreamResponse(headers={"content-type": "application/json"})
     await passed.prepare(request)
