@@ -19,6 +19,7 @@ from aiohttp import web
 
 from tests.fakes.ports import free_port
 from tests.kubernetes.cluster import DEFINITIONS, Cluster
+from tests.kubernetes.openapi import openapi
 
 _OF = "pdproxy.test"
 _OWN = ("apiextensions.k8s.io/v1", "pdproxy.dev/v1alpha1")
@@ -234,8 +235,8 @@ class Front:
         ) as answer:
             passed = web.StreamResponse(status=answer.status)
             passed.content_type = answer.content_type
-            await passed.prepare(request)
-            with contextlib.suppress(ConnectionError):  # the client of a watch has left
+            with contextlib.suppress(ConnectionError):  # the client has left
+                await passed.prepare(request)
                 async for part in answer.content.iter_any():
                     await passed.write(part)
             return passed
@@ -267,7 +268,7 @@ class Front:
                 "groupVersion": versions[path],
                 "resources": found,
             }
-        return None
+        return openapi(path)
 
     async def objects(self) -> dict[tuple[str, str], dict[str, Any]]:
         """Return all objects that are there, by kind and name."""
