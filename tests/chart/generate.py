@@ -1,7 +1,7 @@
 """Makes the files that Helm renders from the chart: `python -m tests.chart.generate`.
 
 `configs/kubernetes/2p2d.yaml` is for those who have no Helm. The others are for readers of changes
-of the chart, and are below this folder.
+of the chart, and are below this folder. A file that the chart shares with the operator is copied.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ def _manifest() -> str:
     return _HEAD + text_of(SETS["2p2d"], "--no-hooks", namespace="default")
 
 
+HOOK = ROOT / "proxy" / "pdproxy_operator" / "prestop.sh"
+"""What engines' pods run before they end."""
 FILES: dict[str, Callable[[], str]] = {
+    "configs/chart/files/prestop.sh": HOOK.read_text,
     "configs/kubernetes/2p2d.yaml": _manifest,
     "tests/chart/golden/pods_of_two_namespaces.yaml": lambda: text_of(
         SETS["pods that are there, of two namespaces"]

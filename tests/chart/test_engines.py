@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from pdproxy.settings.kubernetes import Kubernetes, PodsUrl, kubernetes_url
+from tests.chart.generate import HOOK
 from tests.chart.pod_security import against_baseline
 from tests.chart.render import CHART, ROOT, Objects, of_kind, pod_of, rendered, settings_of
 from tests.chart.sets import ENGINES, QWEN, SETS
@@ -261,14 +262,19 @@ def test_an_engine_ends_behind_the_requests_that_it_has(values: dict[str, Any], 
 
 
 def test_the_hook_knows_variables_that_the_chart_gives_it() -> None:
-    hook = (CHART / "files" / "prestop.sh").read_text()
+    hook = HOOK.read_text()
     for name in ("2p2d", "mooncake", "TLS"):
-        container = engine_of(rendered(SETS[name]), "prefill")
+        objects = rendered(SETS[name])
+        container = engine_of(objects, "prefill")
         program, *words = container["lifecycle"]["preStop"]["exec"]["command"]
         given = dict(word.split("=") for word in words if "=" in word)
+        (files,) = of_kind(objects, "ConfigMap", "pdproxy-prestop")
+        name_of_services, services = files["data"]["variables"].rstrip().split("=")
+        assert f"${{{name_of_services}-" in hook
         assert (program, words[-2:]) == ("env", ["sh", "/pdproxy/prestop.sh"])
         assert all(f"${{{variable}:-" in hook for variable in given)
-        assert given["PDPROXY_SCHEME"] == ("https" if name == "TLS" else "http")
+        scheme = "https" if name == "TLS" else "http"
+        assert shlex.split(services) == [f"{scheme}://pdproxy-all:8000"]
         assert ("KV_SECONDS" in given) == (name == "mooncake")
 
 

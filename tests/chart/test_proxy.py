@@ -206,8 +206,8 @@ def test_a_service_without_an_address_says_how_many_proxies_there_are() -> None:
 def test_an_engine_that_ends_asks_proxies_that_end_too() -> None:
     """They are not ready any more, and have requests."""
     objects = rendered(ENGINES)
-    command = pod_of(objects, "pdproxy-decode")["spec"]["containers"][0]["lifecycle"]["preStop"]
-    assert "PDPROXY_SERVICES=pdproxy-all" in command["exec"]["command"]
+    (files,) = of_kind(objects, "ConfigMap", "pdproxy-prestop")
+    assert "http://pdproxy-all:8000" in files["data"]["variables"]
     (service,) = of_kind(objects, "Service", "pdproxy-all")
     assert service["spec"]["publishNotReadyAddresses"]
     assert service["spec"]["clusterIP"] == "None"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
+from tests.chart.generate import HOOK
 from tests.fakes.client import Answer, Client, request
 from tests.fakes.forked import Forked, command
 from tests.fakes.kubernetes_api import kubernetes_api
@@ -31,7 +32,6 @@ from tests.kubernetes.objects import Api, FakeApi, Objects, RealApi
 from tests.sim.engines import plain
 from tests.unit.test_informer import kubeconfig
 
-HOOK = Path(__file__).parents[2] / "configs" / "chart" / "files" / "prestop.sh"
 PATIENCE = 60.0
 ROLE = "pdproxy.dev/role"
 BOTH = ("prefill", "decode")
@@ -160,8 +160,7 @@ def template(
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
     usual = {
         "ENGINE_PORT": str(port),
-        "PDPROXY_SERVICES": " ".join(proxies),
-        "PDPROXY_PORT": str(port),
+        "PDPROXY_SERVICES": " ".join(f"http://{one}:{port}" for one in proxies),
         "PAUSE": "0.3",
     }
     own = {"valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}

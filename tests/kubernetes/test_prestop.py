@@ -15,9 +15,9 @@ from typing import TypeAlias
 
 import pytest
 
+from tests.chart.generate import HOOK
 from tests.fakes.ports import free_port
 
-SCRIPT = Path(__file__).parents[2] / "configs" / "chart" / "files" / "prestop.sh"
 POD = "127.0.0.40"
 FIRST, SECOND = "127.0.0.41", "127.0.0.42"
 Told: TypeAlias = "tuple[int, str] | None"
@@ -76,10 +76,11 @@ async def hook(
     engine: Sequence[Told] = (IDLE,),
     *,
     tools: Path | None = None,
+    script: Path = HOOK,
     **variables: object,
 ) -> Ended:
     """Run the hook. Nothing listens where there are no answers. `tools`: the folder of all
-    programs that the hook finds.
+    programs that the hook finds; `script`: where the hook is.
     """
     port, served = free_port(), [Answering([*answers]) for answers in proxies]
     places = [f"127.0.0.{41 + number}" for number in range(len(served))]
@@ -90,8 +91,10 @@ async def hook(
                 stack.callback(server.close)
         environment = {
             "PATH": str(tools or os.environ["PATH"]),
-            "PDPROXY_SERVICES": " ".join([*places, *places]),  # names may share addresses
+            # Names may share addresses.
+            "PDPROXY_SERVICES": " ".join(f"http://{one}:{port}" for one in places * 2),
             "POD_IP": POD,
+            "ENGINE_PORT": str(port),
             "PAUSE": "0.05",
             "TIMEOUT": "2",
             "KV_SECONDS": str(LONG),
@@ -99,9 +102,8 @@ async def hook(
             "http_proxy": "http://127.0.0.99:1",  # is for what is outside of the cluster
             **{name: str(value) for name, value in variables.items()},
         }
-        environment["PDPROXY_PORT"] = environment["ENGINE_PORT"] = str(port)
         process = await asyncio.create_subprocess_exec(
-            *("/bin/sh", str(SCRIPT)), env=environment, stdout=asyncio.subprocess.PIPE, stderr=-2
+            *("/bin/sh", str(script)), env=environment, stdout=asyncio.subprocess.PIPE, stderr=-2
         )
         try:
             async with asyncio.timeout(60):
@@ -110,7 +112,7 @@ async def hook(
             if process.returncode is None:
                 process.kill()
     asked = [[path.replace(f":{port}", ":PORT") for path in one.asked] for one in served]
-    return Ended(process.returncode, said.decode(), asked)
+    return Ended(process.returncode, said.decode().replace(f":{port}", ":PORT"), asked)
 
 
 def only(folder: Path, *names: str) -> Path:
@@ -125,12 +127,8 @@ def only(folder: Path, *names: str) -> Path:
 async def test_it_ends_once_all_proxies_say_so() -> None:
     """In three rounds: an engine that has just become ready may come in between."""
     ended = await hook([[DRAINED], [DRAINED]])
-    assert (ended.code, ended.said) == (0, f"preStop: {POD}:{_port(ended)} is drained\n")
+    assert (ended.code, ended.said) == (0, f"preStop: {POD}:PORT is drained\n")
     assert ended.asked == [[f"/drained?engine={POD}:PORT"] * 3] * 2
-
-
-def _port(ended: Ended) -> str:
-    return ended.said.split(" is ")[0].rpartition(":")[2]
 
 
 @pytest.mark.parametrize(
@@ -162,8 +160,8 @@ async def test_a_proxy_that_does_not_answer_may_have_kv_here() -> None:
     for as long as it keeps KV.
     """
     for proxies, why in (
-        ([[DRAINED], []], f"{SECOND} does not answer"),
-        ([[None]], f"{FIRST} does not answer"),
+        ([[DRAINED], []], f"http://{SECOND}:PORT does not answer"),
+        ([[None]], f"http://{FIRST}:PORT does not answer"),
         ([], "no proxy was found"),
     ):
         ended = await hook(proxies, KV_SECONDS=1, TIMEOUT=0.3)
@@ -172,7 +170,7 @@ async def test_a_proxy_that_does_not_answer_may_have_kv_here() -> None:
 
 
 async def test_a_name_that_nobody_knows_is_no_proxy() -> None:
-    ended = await hook([], PDPROXY_SERVICES="no-such-service.invalid", KV_SECONDS=0)
+    ended = await hook([], PDPROXY_SERVICES="http://no-such-service.invalid:8000", KV_SECONDS=0)
     assert (ended.code, "no proxy was found" in ended.said) == (0, True)
 
 
@@ -222,3 +220,12 @@ async def test_without_both_it_waits_for_the_kv(tmp_path: Path) -> None:
     ended = await hook([[DRAINED]], tools=only(tmp_path), KV_SECONDS=1)
     assert (ended.code, ended.asked) == (0, [[]])
     assert "has had no requests for 1 s" in ended.said
+
+
+async def test_variables_beside_it_win(tmp_path: Path) -> None:
+    """Proxies may have come and gone since the engine was started."""
+    script = tmp_path / "prestop.sh"
+    shutil.copy(HOOK, script)
+    (tmp_path / "variables").write_text("PDPROXY_SERVICES=''\n")
+    ended = await hook([[NOT_YET]], script=script, KV_SECONDS=0)
+    assert (ended.code, ended.asked) == (0, [[]])

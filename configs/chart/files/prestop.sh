@@ -8,21 +8,24 @@
 # must show no requests for as long as it keeps KV that nobody reads. It ends with 1 after
 # DRAIN_SECONDS: Kubernetes shows that as the event FailedPreStopHook.
 #
-# PDPROXY_SERVICES   names of headless Services of the proxies, blanks between; proxies that are ending
-#                    must be among them: publishNotReadyAddresses (default: pdproxy-all)
-# PDPROXY_PORT       port of the proxies (default: 8000); PDPROXY_SCHEME: http or https, whose
-#                    certificates are not checked (default: http)
+# PDPROXY_SERVICES   URLs of headless Services of the proxies, blanks between; proxies that are ending
+#                    must be among them: publishNotReadyAddresses; "": none. Certificates are not
+#                    checked (default: http://pdproxy-all:8000)
 # POD_IP             address by which the proxies know the engine; needed
 # ENGINE_PORT        its port (default: 8000); ENGINE_SCHEME: http or https (default: http)
 # DRAIN_SECONDS      seconds until it gives up, at least deadlines.engine_drain (default: 300)
 # KV_SECONDS         for how long the engine may keep KV that nobody reads: its lease of 30 s, a
 #                    renewal of 20 s, and a margin (default: 65)
 # PAUSE, TIMEOUT     seconds between two rounds (default: 1), and for one answer (default: 5)
+#
+# The file `variables` beside this script may set them, too: it can change while the engine runs.
 set -u
 
-proxies=${PDPROXY_SERVICES:-pdproxy-all}
-proxy_port=${PDPROXY_PORT:-8000}
-proxy_scheme=${PDPROXY_SCHEME:-http}
+if [ -r "${0%/*}/variables" ]; then
+  # shellcheck source=/dev/null
+  . "${0%/*}/variables"
+fi
+services=${PDPROXY_SERVICES-http://pdproxy-all:8000}
 case ${POD_IP:-} in
   "") echo "preStop: POD_IP is not set" && exit 1 ;;
   *:*) engine="[$POD_IP]:${ENGINE_PORT:-8000}" ;;
@@ -56,10 +59,13 @@ fetch() { # URL -> its body, and behind it a line with the status; that line alo
   fi
 }
 
-addresses() { # of all proxies, each once
+proxies() { # their URLs, each once
   seen=' '
-  for name in $proxies; do
-    for one in $(timeout "$timeout" getent ahosts "$name" | while read -r address _; do echo "$address"; done); do
+  for service in $services; do
+    name=${service#*://} name=${name%:*}
+    for address in $(timeout "$timeout" getent ahosts "$name" | while read -r one _; do echo "$one"; done); do
+      case $address in *:*) address="[$address]" ;; esac
+      one="${service%%://*}://$address:${service##*:}"
       case $seen in
         *" $one "*) ;;
         *) seen="$seen$one " && echo "$one" ;;
@@ -71,17 +77,16 @@ addresses() { # of all proxies, each once
 ask_proxies() { # sets `state`: "drained" if all say so, "waits" if one says no, else "silent"
   state=silent why="no proxy was found"
   silent=''
-  for address in $(addresses); do
+  for proxy in $(proxies); do
     if [ "$(clock)" -ge "$end" ]; then
       state=waits why=${said:-"the proxies answer slowly"}
       return
     fi
-    case $address in *:*) address="[$address]" ;; esac
-    answer=$(fetch "$proxy_scheme://$address:$proxy_port/drained?engine=$engine")
+    answer=$(fetch "$proxy/drained?engine=$engine")
     case ${answer##*"$newline"} in
       200) [ "$state" = waits ] || state=drained ;;
-      409) state=waits why="$address: ${answer%"$newline"*}" ;;
-      *) silent="$address does not answer" ;;
+      409) state=waits why="$proxy: ${answer%"$newline"*}" ;;
+      *) silent="$proxy does not answer" ;;
     esac
   done
   if [ -n "$silent" ] && [ "$state" != waits ]; then
