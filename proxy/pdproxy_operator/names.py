@@ -31,3 +31,23 @@ def pool_name(model: Model, connector: Connector) -> str:
 def deployment_name(runtime: str, revision: str) -> str:
     """Return the name of the Deployment of a runtime's engines of one revision."""
     return f"{runtime}-{revision}"
+
+
+def prestop_name(runtime: str) -> str:
+    """Return the name of the ConfigMap with what a runtime's engines run before they end."""
+    return f"{runtime}-prestop"
+
+
+def budget_name(runtime: str) -> str:
+    """Return the name of the PodDisruptionBudget of a runtime: a PDProxy may have the same name."""
+    return f"{runtime}-engines"
+
+
+def replicas_name(proxy: str) -> str:
+    """Return the name of the Service with an address for each proxy that is ready."""
+    return f"{proxy}-replicas"
+
+
+def all_name(proxy: str) -> str:
+    """Return the name of the Service with an address for each proxy, ready or not."""
+    return f"{proxy}-all"

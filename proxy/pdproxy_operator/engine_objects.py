@@ -1,0 +1,90 @@
+"""The objects of a runtime: its engines, how many may be missing, and what runs before they end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+
+from pdproxy_operator.engine_pod import engine_labels, engine_pod
+from pdproxy_operator.names import (
+    MODEL,
+    REVISION,
+    ROLE,
+    RUNTIME,
+    budget_name,
+    deployment_name,
+    prestop_name,
+)
+from pdproxy_operator.objects import owned
+from pdproxy_operator.pools import Pool
+from pdproxy_operator.proxy_settings import url_of_all
+from pdproxy_operator.resources import Object, Proxy, Runtime
+
+_EXTRA_START_SECONDS = 600
+"""Behind startSeconds, until the Deployment says that it makes no progress: for the image."""
+
+
+def engine_objects(
+    runtime: Runtime, pool: Pool, proxies: Sequence[Proxy], replicas: Mapping[str, int]
+) -> list[Object]:
+    """Return the objects of a runtime. `pool`: that in which it is replaced. `proxies`: those that
+    select it. `replicas`: engines by revision, none of a revision that is not there.
+
+    Engines of other revisions than the pool's have the templates that they had: objects of these
+    are not returned.
+
+    Raises:
+        ConfigError: the runtime asks for what can't be.
+    """
+    count = replicas.get(pool.revision, 0)
+    return [
+        _prestop(runtime, proxies),
+        _deployment(runtime, pool, proxies, count),
+        _budget(runtime),
+    ]
+
+
+def _deployment(runtime: Runtime, pool: Pool, proxies: Sequence[Proxy], replicas: int) -> Object:
+    name = runtime.metadata.name
+    labels = engine_labels(runtime, pool.revision)
+    return owned(
+        runtime,
+        "apps/v1",
+        "Deployment",
+        deployment_name(name, pool.revision),
+        {key: labels[key] for key in (ROLE, MODEL, REVISION)},
+        spec={
+            "replicas": replicas,
+            # GPUs for one more engine are seldom there.
+            "strategy": {
+                "type": "RollingUpdate",
+                "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1},
+            },
+            # The proxies must have found and probed an engine before the next one ends.
+            "minReadySeconds": 10,
+            "progressDeadlineSeconds": runtime.spec.start_seconds + _EXTRA_START_SECONDS,
+            "selector": {"matchLabels": {RUNTIME: name, REVISION: pool.revision}},
+            "template": engine_pod(runtime, pool, proxies),
+        },
+    )
+
+
+def _budget(runtime: Runtime) -> Object:
+    name = runtime.metadata.name
+    return owned(
+        runtime,
+        "policy/v1",
+        "PodDisruptionBudget",
+        budget_name(name),
+        spec={"maxUnavailable": 1, "selector": {"matchLabels": {RUNTIME: name}}},
+    )
+
+
+def _prestop(runtime: Runtime, proxies: Sequence[Proxy]) -> Object:
+    """What runs before an engine ends. The proxies are not a part of the pods: other proxies
+    restart no engine.
+    """
+    script = files("pdproxy_operator").joinpath("prestop.sh").read_text(encoding="utf-8")
+    services = " ".join(sorted(url_of_all(one) for one in proxies))
+    data = {"prestop.sh": script, "variables": f"PDPROXY_SERVICES='{services}'\n"}
+    return owned(runtime, "v1", "ConfigMap", prestop_name(runtime.metadata.name), data=data)
