@@ -96,12 +96,18 @@ class RuntimeSpec(Renamed, frozen=True):
 
 
 class ScalingState(Renamed, frozen=True):
-    """What autoscaling remembers. `wanted`: engines that the load needed last; `fewer_since`: since
-    when fewer than there are have been enough, RFC 3339, None: they are not.
+    """What autoscaling remembers of a runtime. Times: RFC 3339; None: there was none.
+
+    `wanted`: engines that the load needed last. `fewer_since`: since when fewer than there are have
+    been enough, and `enough`: how many have been enough all that time; None: they are not.
+    `seen_at`: when the demand was known last; `stepped_at`: when an engine was taken away last.
     """
 
     wanted: float | None = None
+    enough: int | None = None
     fewer_since: str | None = None
+    seen_at: str | None = None
+    stepped_at: str | None = None
 
 
 class RuntimeStatus(Renamed, frozen=True):
