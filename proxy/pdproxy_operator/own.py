@@ -64,11 +64,12 @@ class Waiting(Renamed, frozen=True):
 
 
 class Terminated(Renamed, frozen=True):
-    """How a container has ended."""
+    """How a container has ended. `finished_at`: RFC 3339."""
 
     exit_code: int = 0
     reason: str = ""
     message: str = ""
+    finished_at: str | None = None
 
 
 class ContainerState(Renamed, frozen=True):
@@ -79,10 +80,11 @@ class ContainerState(Renamed, frozen=True):
 
 
 class ContainerStatus(Renamed, frozen=True):
-    """How a container is, and how its last run was."""
+    """How a container is, and how its last run was. `started`: its startup probe has passed."""
 
     name: str = ""
     ready: bool = False
+    started: bool | None = None
     restart_count: int = 0
     state: ContainerState = ContainerState()
     last_state: ContainerState = ContainerState()

@@ -4,6 +4,7 @@ forgotten.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from typing import Any
 
@@ -78,6 +79,22 @@ async def test_a_route_that_is_not_in_the_table_is_closed(monkeypatch: pytest.Mo
     async with world(auth=KEYS, operator_routes="auto") as w:
         assert (await w.get("/load")).status == 403
         assert (await w.get("/health")).status == 200
+
+
+@pytest.mark.parametrize("more", [{}, {"admin_keys": ("operator",)}])
+async def test_a_key_of_which_only_a_digest_is_known_reads_and_does_nothing_else(
+    more: dict[str, Any],
+) -> None:
+    digest = hashlib.sha256(b"reader").hexdigest()
+    reader = [("authorization", "bearer  reader")]
+    auth = {**KEYS, **more, "reader_key_digests": (digest,)}
+    async with world(auth=auth, operator_routes="auto") as w:
+        assert (await w.get("/metrics", reader)).status == 200
+        assert "state" in (await w.get("/ready", reader)).json
+        for headers in ([], CLIENT, [("authorization", f"Bearer {digest}")]):
+            assert (await w.get("/metrics", headers)).status in (401, 403)
+        answer = await w.ask(COMPLETIONS, completion(), reader)
+        assert answer.status == 401, "it is no client's"
 
 
 @pytest.mark.parametrize("path", [*OPERATORS, *FILES, "/%6coad", "/metrics?x"])

@@ -61,6 +61,10 @@ def _check_admin_key(proxy: Proxy) -> object:
     return True
 
 
+def _readers(proxy: Proxy) -> object:
+    return set(proxy.front.answers().operators.readers())
+
+
 def _engine_key(proxy: Proxy) -> object:
     return proxy.engines["http://p:8000"].credentials.key()
 
@@ -75,6 +79,7 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "auth.api_keys_file": ("file of keys", _check_key, True),
     "auth.admin_keys": (("new",), _check_admin_key, True),
     "auth.admin_keys_file": ("file of keys", _check_admin_key, True),
+    "auth.reader_key_digests": (("0" * 64,), _readers, {"0" * 64}),
     "auth.engine_api_key": ("theirs", _engine_key, "theirs"),
     "auth.engine_api_key_file": ("file of a key", _engine_key, "fresh"),
     "deadlines.connect": (9.5, _client("_connect_timeout"), 9.5),

@@ -188,7 +188,11 @@ class Front:
             self.asgi,
             self.settings.listen.cors,
             self.settings.listen.root_path,
-            operators=Operators(self.admin_keys, lambda: self.settings.hides_operator_routes),
+            operators=Operators(
+                self.admin_keys,
+                lambda: self.settings.hides_operator_routes,
+                lambda: self.settings.auth.reader_key_digests,
+            ),
         )
 
     def warnings(self) -> list[str]:
@@ -197,6 +201,7 @@ class Front:
         if (
             not settings.hides_operator_routes
             or self.admin_keys.wanted
+            or settings.auth.reader_key_digests
             or settings.listen.admin is not None
         ):
             return []

@@ -42,6 +42,9 @@ Secret = Annotated[
         extra={HIDDEN: True},
     ),
 ]
+Digest = Annotated[
+    str, Meta(pattern=r"\A[0-9a-f]{64}\Z", description="64 hexadecimal digits in small letters")
+]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _DECIMAL = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
@@ -129,6 +132,13 @@ class Auth(Section, frozen=True):
     shows the name. `name:key read-only` changes nothing. It is checked once per second. A key that
     is a client's, too, is an error at the start, and does not open the admin API later; so is a key
     of engines. null: none.
+    """
+
+    reader_key_digests: AtOnce[tuple[Digest, ...]] = ()
+    """SHA-256 digests of keys, in hexadecimal digits: a key with one of them opens at the clients'
+    port what is for operators (listen.operator_routes), such as /metrics, and nothing else. For
+    keys that must not be in these settings or beside them. A key needs 32 or more random
+    characters: who sees a digest can try keys.
     """
 
     @property

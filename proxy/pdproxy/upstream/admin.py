@@ -277,13 +277,17 @@ class EngineAdmin:
             "POST", url, path, body, authorization, timeout=timeout, max_bytes=max_bytes
         )
 
+    async def metrics(self, url: str) -> bytes:
+        """Return the page of metrics."""
+        return await self._get(url, "/metrics", MAX_PAGE)
+
     async def scrape(self, url: str) -> Scrape:
         """Return an engine's load and counters."""
-        return read_metrics(await self._get(url, "/metrics", MAX_PAGE))
+        return read_metrics(await self.metrics(url))
 
     async def metric_names(self, url: str, beginnings: Iterable[str]) -> frozenset[str]:
         """Return those beginnings of names that a metric of an engine has."""
-        return names_in(await self._get(url, "/metrics", MAX_PAGE), beginnings)
+        return names_in(await self.metrics(url), beginnings)
 
     async def kv_connector(self, url: str) -> str | None:
         """Return the `kv_connector` of an engine, "" if it has none; None if the engine does not

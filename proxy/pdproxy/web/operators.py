@@ -7,7 +7,7 @@ is forgotten there is closed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from fastapi import FastAPI, Request
 from starlette.requests import HTTPConnection
@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdproxy.kit.errors import ForbiddenError
-from pdproxy.serving.access.keys import Keys
+from pdproxy.serving.access.keys import Keys, digest
 from pdproxy.serving.access.routes import Audience, audience_of
 
 CLOSED = (
@@ -27,14 +27,18 @@ CLOSED = (
 
 class Operators:
     """Who may see what is for operators. `keys`: theirs; `closed` returns whether others may not
-    see it.
+    see it; `readers` returns the digests of keys that show it, and open nothing else.
     """
 
     def __init__(
-        self, keys: Keys | None = None, closed: Callable[[], bool] = lambda: False
+        self,
+        keys: Keys | None = None,
+        closed: Callable[[], bool] = lambda: False,
+        readers: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self._keys = keys or Keys()
         self._closed = closed
+        self.readers = readers
 
     def check(self, request: HTTPConnection) -> None:
         """Let a request pass.
@@ -45,9 +49,12 @@ class Operators:
         """
         if not self._closed():
             return
+        given = _authorization(request)
+        if self._is_reader(given):
+            return
         if not self._keys.wanted:
             raise ForbiddenError(CLOSED)
-        self._keys.check(_authorization(request))
+        self._keys.check(given)
 
     def admits(self, request: Request) -> bool:
         """Return whether a request is an operator's, where others get less of the same answer.
@@ -58,10 +65,17 @@ class Operators:
         if not self._closed():
             return True
         given = _authorization(request)
+        if self._is_reader(given):
+            return True
         if given is None or not self._keys.wanted:
             return False
         self._keys.check(given)
         return True
+
+    def _is_reader(self, authorization: bytes | None) -> bool:
+        known = self.readers()
+        scheme, _, given = (authorization or b"").partition(b" ")
+        return bool(known) and scheme.lower() == b"bearer" and digest(given.strip()).hex() in known
 
     def guard(self, app: FastAPI) -> None:
         """Have all routes of an application that are for operators check who asks. Call it behind
