@@ -281,6 +281,12 @@ class Store:
         """Return the PDProxies of all namespaces."""
         return [one for within in self._proxies.values() for one in within.values()]
 
+    def uids(self, namespace: str) -> set[str]:
+        """Return the uids of all PDRuntimes and PDProxies of a namespace, also of those that can't
+        be read.
+        """
+        return {one.metadata.uid for part in self._resources for one in part.of(namespace).values()}
+
     def pods(self, namespace: str) -> list[OwnPod]:
         """Return the pods of engines and of proxies in a namespace."""
         return [one for part in self._pods for one in part.of(namespace).values()]
