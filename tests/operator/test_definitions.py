@@ -14,7 +14,6 @@ import yaml
 from msgspec import inspect
 
 from pdproxy_operator import definitions
-from pdproxy_operator.names import MANAGED_BY
 from pdproxy_operator.resources import GROUP, VERSION, Proxy, Runtime
 from tests.chart.render import VERSIONS, mistakes
 
@@ -161,11 +160,3 @@ def filled(thing: Any, one: Schema) -> Any:
     fields = one.get("properties", {})
     given = {name: field["default"] for name, field in fields.items() if "default" in field}
     return {name: filled(value, fields.get(name, {})) for name, value in {**given, **thing}.items()}
-
-
-def test_labels_of_the_operator_are_refused_by_name() -> None:
-    (rule,) = schema("pdruntimes")["properties"]["spec"]["properties"]["labels"][
-        "x-kubernetes-validations"
-    ]
-    assert MANAGED_BY in rule["rule"]
-    assert f"{GROUP}/" in rule["rule"]
