@@ -1,18 +1,22 @@
-"""The objects of a runtime: its engines, how many may be missing, and what runs before they end."""
+"""The objects of a runtime: its engines, how many may be missing, who reaches them, and what runs
+before they end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 
 from pdproxy_operator.engine_pod import engine_labels, engine_pod
 from pdproxy_operator.names import (
+    MANAGED_BY,
     MODEL,
+    PROXY,
     REVISION,
     ROLE,
     RUNTIME,
-    budget_name,
     deployment_name,
+    engines_name,
     prestop_name,
 )
 from pdproxy_operator.objects import owned
@@ -41,6 +45,7 @@ def engine_objects(
         _prestop(runtime, proxies),
         _deployment(runtime, pool, proxies, count),
         _budget(runtime),
+        *_network_policy(runtime, proxies),
     ]
 
 
@@ -75,8 +80,35 @@ def _budget(runtime: Runtime) -> Object:
         runtime,
         "policy/v1",
         "PodDisruptionBudget",
-        budget_name(name),
+        engines_name(name),
         spec={"maxUnavailable": 1, "selector": {"matchLabels": {RUNTIME: name}}},
+    )
+
+
+def _network_policy(runtime: Runtime, proxies: Sequence[Proxy]) -> Iterator[Object]:
+    """Yield who may reach the engines, besides those that other policies allow: the proxies, and
+    engines of the same model, at ports for KV that the libraries choose. An engine without proxies
+    is left to whoever uses it.
+    """
+    if not proxies:
+        return
+    name = runtime.metadata.name
+    labels = engine_labels(runtime, "")
+    names = sorted(one.metadata.name for one in proxies)
+    peers = [
+        {"podSelector": {"matchExpressions": [{"key": PROXY, "operator": "In", "values": names}]}},
+        {"podSelector": {"matchLabels": {key: labels[key] for key in (MANAGED_BY, MODEL)}}},
+    ]
+    yield owned(
+        runtime,
+        "networking.k8s.io/v1",
+        "NetworkPolicy",
+        engines_name(name),
+        spec={
+            "podSelector": {"matchLabels": {RUNTIME: name}},
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": peers}],
+        },
     )
 
 

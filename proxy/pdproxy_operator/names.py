@@ -12,6 +12,8 @@ MANAGED_BY = "app.kubernetes.io/managed-by"
 RUNTIME, PROXY = "pdproxy.dev/runtime", "pdproxy.dev/proxy"
 """Labels that say of which PDRuntime or PDProxy an object is."""
 ROLE, MODEL, REVISION = "pdproxy.dev/role", "pdproxy.dev/model", "pdproxy.dev/revision"
+LEADER = "leaderworkerset.sigs.k8s.io/worker-index=0"
+"""Selects, of the pods of a group, the one that answers requests."""
 APPLIED = "pdproxy.dev/applied"
 """The annotation of own objects with the hash of what was applied last."""
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
@@ -38,8 +40,8 @@ def prestop_name(runtime: str) -> str:
     return f"{runtime}-prestop"
 
 
-def budget_name(runtime: str) -> str:
-    """Return the name of the PodDisruptionBudget of a runtime: a PDProxy may have the same name."""
+def engines_name(runtime: str) -> str:
+    """Return the name of the policies of a runtime's engines: a PDProxy may have the same name."""
     return f"{runtime}-engines"
 
 

@@ -43,7 +43,8 @@ def with_template(pod: Object, template: Object, needed: Mapping[str, str]) -> O
     for key in template:
         if key not in ("metadata", "spec"):
             raise ConfigError(f"template.{key}: only metadata and spec can be changed")
-    for key in template.get("metadata") or {}:
+    metadata = template.get("metadata")
+    for key in metadata if isinstance(metadata, dict) else ():
         if key not in ("labels", "annotations"):
             raise ConfigError(
                 f"template.metadata.{key}: only labels and annotations can be changed"
@@ -77,7 +78,7 @@ def _merged_list(
 ) -> list[Object]:
     merged = {one[name]: one for one in before}
     for one in change:
-        if not isinstance(one, dict) or name not in one:
+        if not isinstance(one, dict) or not isinstance(one.get(name), str | int):
             raise ConfigError(f"template.{path}: each entry must have {name}")
         key = one[name]
         merged[key] = _merged(merged.get(key, {}), one, f"{path}[{key}]", needed)
@@ -89,7 +90,9 @@ def _refuse(change: Any, path: str, needed: Mapping[str, str]) -> None:
         instead = needed[path]
         why = f"use {instead}" if instead else "it is pdproxy's own"
         raise ConfigError(f"template.{path}: it can't be changed here: {why}")
-    if not isinstance(change, dict | list):
-        for own in needed:
-            if own.startswith((f"{path}.", f"{path}[")):
-                raise ConfigError(f"template.{path}: pdproxy needs {own}: change parts beside it")
+    for own in needed:
+        is_list, is_mapping = own.startswith(f"{path}["), own.startswith(f"{path}.")
+        if (is_list and not isinstance(change, list)) or (
+            is_mapping and not isinstance(change, dict)
+        ):
+            raise ConfigError(f"template.{path}: pdproxy needs {own}: change parts beside it")

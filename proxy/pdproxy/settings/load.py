@@ -220,13 +220,32 @@ def load(
     if receivers and not found.within("pools", 0, "nodes"):
         with found.collecting("pools"):
             put_receivers(pool, receivers)
+    return _settings(tree, found, need_engines=need_engines)
+
+
+def settings_of(content: Mapping[str, Any]) -> Settings:
+    """Return the settings that a file with this content has.
+
+    Raises:
+        SettingsError: a line for each mistake, which names the key.
+    """
+    found = Mistakes()
+    tree = collect(content, Settings, "", (), found)
+    _first_pool(tree)
+    return _settings(tree, found, need_engines=True)
+
+
+def _settings(tree: dict[str, Any], found: Mistakes, *, need_engines: bool) -> Settings:
+    """Return settings whose values each are as they can be, and check what these must have
+    together. Raises SettingsError for what is in `found`, too.
+    """
     # A section with a mistake has its defaults here. It is not compared with others: that would
     # report mistakes that are none.
     settings = msgspec.convert(
         {name: value for name, value in tree.items() if not found.within(name)}, Settings
     )
     if found.within("pools"):
-        check_urls(pool.get("nodes", ()), found)
+        check_urls(_first_pool(tree).get("nodes", ()), found)
     settings = crosscheck(settings, found, need_engines=need_engines)
     found.raise_any()
     return settings

@@ -1,0 +1,126 @@
+"""The settings that the operator writes for proxies, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdproxy_operator.errors import ConfigError
+from pdproxy_operator.pools import selected_pools
+from pdproxy_operator.proxy_settings import ProxySettings, proxy_settings
+from pdproxy_operator.resources import Runtime
+from tests.operator.resources import proxy, runtime
+
+PREFILL, DECODE = runtime("p", "prefill"), runtime("d", "decode")
+CUSTOM = "Qwen-Qwen3-0.6B-custom"
+
+
+def settings(*runtimes: Runtime, **more: Any) -> ProxySettings:
+    front = proxy(**more)
+    return proxy_settings(front, selected_pools(front, runtimes or (PREFILL, DECODE)), None)
+
+
+def test_what_a_runtime_says_of_its_engines_is_in_the_settings() -> None:
+    """Labels, too: the proxies pair by them, and no engine is started anew for a label."""
+    big = {"tensorParallelSize": 4, "groupSize": 2, "labels": {"rack": "r1"}}
+    prefill = runtime("p", "prefill", servesWhole=True, labels={"rack": "r2"})
+    pool = {"name": "Qwen-Qwen3-0.6B-nixl", "pair_within": ["rack"]}
+    made = settings(prefill, runtime("d", "decode", **big), config={"pools": [pool]})
+    assert made.content["pools"][0]["nodes"] == [
+        {
+            "url": "pods://:8000/pdproxy.dev/runtime=d,leaderworkerset.sigs.k8s.io/worker-index=0",
+            "role": "decode",
+            "facts": {"tensor_parallel_size": 4},
+            "labels": {"rack": "r1"},
+        },
+        {
+            "url": "pods://:8000/pdproxy.dev/runtime=p",
+            "role": "prefill",
+            "facts": {"tensor_parallel_size": 1},
+            "serves_whole": True,
+            "labels": {"rack": "r2"},
+        },
+    ]
+    assert made.checked.pools[0].pair_within == ("rack",)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            {"config": {"deadlines": {"drian": 5}}},
+            "config: deadlines.drian: unknown key (did you mean drain?)",
+        ),
+        ({"config": {"deadlines": {"drain": -5}}}, "config: deadlines.drain: "),
+        ({"config": {"dns": {"min_ttl": 90}}}, "dns.min_ttl"),
+        ({"config": {"pools": {"nodes": []}}}, "config: pools: "),
+        ({"config": {"pools": [{"name": "x", "nodes": "y"}]}}, "config: pools[1].nodes: "),
+        ({"config": {"listen": "here"}}, "config: listen: "),
+        ({"config": {"listen": {"uds": "/run/x"}}}, "nobody outside of the pod reaches a Unix"),
+        ({"config": {"listen": {"tls": {"client_ca": "/ca"}}}}, "listen.tls"),
+        (
+            {
+                "config": {
+                    "pools": [{"name": "x", "nodes": [{"url": "pods://a:80/b", "role": "any"}]}]
+                }
+            },
+            "pool x: pods://a:80/b: the operator gives rights for the pods of its own namespace",
+        ),
+        (
+            {
+                "config": {
+                    "pools": [{"name": "x", "nodes": [{"url": "inferencepool://a", "role": "any"}]}]
+                }
+            },
+            "pool x: inferencepool://a: the operator gives rights for the pods of its own",
+        ),
+        (
+            {"runtimeSelector": {"matchLabels": {"model": "other"}}},
+            "no engines: no PDRuntime has the labels of runtimeSelector",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_proxies_would_refuse_is_refused_in_a_sentence(
+    more: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        settings(**more)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_one_role_alone_is_refused() -> None:
+    with pytest.raises(ConfigError, match="decode"):
+        settings(PREFILL)
+
+
+def test_custom_engines_need_the_name_of_a_connector() -> None:
+    flag = '--kv-transfer-config={"kv_connector":"X"}'
+    custom = [runtime(one, one, connector="custom", args=[flag]) for one in ("prefill", "decode")]
+    with pytest.raises(ConfigError) as error:
+        settings(*custom)
+    assert (
+        f"config.pools by which connector the proxies ask for KV, such as [{{name: {CUSTOM}"
+        in str(error.value)
+    )
+    made = settings(*custom, config={"pools": [{"name": CUSTOM, "connector": "lmcache-mp"}]})
+    assert made.checked.pools[0].connector == "lmcache-mp"
+
+
+def test_files_of_the_operators_pod_are_not_read(tmp_path: Path) -> None:
+    """Whoever may write a PDProxy need not be one who may read them."""
+    secret = tmp_path / "token"
+    secret.write_text("secret")
+    config = {"auth": {"api_keys_file": str(secret)}}
+    pool = {"name": "Qwen-Qwen3-0.6B-nixl", "profile": str(secret), "policy": "auto"}
+    made = settings(config={**config, "pools": [pool]})
+    assert made.content["pools"][0]["profile"] == str(secret)
+
+
+def test_secrets_are_not_in_what_is_said() -> None:
+    with pytest.raises(ConfigError) as error:
+        settings(config={"auth": {"api_keys": "sk-secret"}})
+    assert "sk-secret" not in str(error.value)
