@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 
-from pdproxy_operator.engine_pod import engine_labels, engine_pod
+from pdproxy_operator.engine_pod import engine_labels, engine_pod, worker_pod
 from pdproxy_operator.names import (
     MANAGED_BY,
     MODEL,
@@ -41,23 +41,25 @@ def engine_objects(
         ConfigError: the runtime asks for what can't be.
     """
     count = replicas.get(pool.revision, 0)
+    pod = engine_pod(runtime, pool, proxies)
     return [
         _prestop(runtime, proxies),
-        _deployment(runtime, pool, proxies, count),
+        _groups(runtime, pod, count)
+        if runtime.spec.group_size > 1
+        else _deployment(runtime, pod, count),
         _budget(runtime),
         *_network_policy(runtime, proxies),
     ]
 
 
-def _deployment(runtime: Runtime, pool: Pool, proxies: Sequence[Proxy], replicas: int) -> Object:
-    name = runtime.metadata.name
-    labels = engine_labels(runtime, pool.revision)
+def _deployment(runtime: Runtime, pod: Object, replicas: int) -> Object:
+    name, revision = runtime.metadata.name, pod["metadata"]["labels"][REVISION]
     return owned(
         runtime,
         "apps/v1",
         "Deployment",
-        deployment_name(name, pool.revision),
-        {key: labels[key] for key in (ROLE, MODEL, REVISION)},
+        deployment_name(name, revision),
+        _labels(pod),
         spec={
             "replicas": replicas,
             # GPUs for one more engine are seldom there.
@@ -68,10 +70,45 @@ def _deployment(runtime: Runtime, pool: Pool, proxies: Sequence[Proxy], replicas
             # The proxies must have found and probed an engine before the next one ends.
             "minReadySeconds": 10,
             "progressDeadlineSeconds": runtime.spec.start_seconds + _EXTRA_START_SECONDS,
-            "selector": {"matchLabels": {RUNTIME: name, REVISION: pool.revision}},
-            "template": engine_pod(runtime, pool, proxies),
+            "selector": {"matchLabels": {RUNTIME: name, REVISION: revision}},
+            "template": pod,
         },
     )
+
+
+def _groups(runtime: Runtime, pod: Object, replicas: int) -> Object:
+    """Return groups of pods, each of which is one engine. LeaderWorkerSet makes the Service by
+    which workers find their leader.
+    """
+    name, revision = runtime.metadata.name, pod["metadata"]["labels"][REVISION]
+    return owned(
+        runtime,
+        "leaderworkerset.x-k8s.io/v1",
+        "LeaderWorkerSet",
+        deployment_name(name, revision),
+        _labels(pod),
+        spec={
+            "replicas": replicas,
+            # A leader is ready only once its workers have come.
+            "startupPolicy": "LeaderCreated",
+            "rolloutStrategy": {
+                "type": "RollingUpdate",
+                "rollingUpdateConfiguration": {"maxSurge": 0, "maxUnavailable": 1},
+            },
+            "leaderWorkerTemplate": {
+                "size": runtime.spec.group_size,
+                # The weights of a lost pod are lost, and the others wait for it.
+                "restartPolicy": "RecreateGroupOnPodRestart",
+                "leaderTemplate": pod,
+                "workerTemplate": worker_pod(pod),
+            },
+        },
+    )
+
+
+def _labels(pod: Object) -> dict[str, str]:
+    labels: dict[str, str] = pod["metadata"]["labels"]
+    return {key: labels[key] for key in (ROLE, MODEL, REVISION)}
 
 
 def _budget(runtime: Runtime) -> Object:

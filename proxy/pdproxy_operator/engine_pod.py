@@ -5,6 +5,7 @@ The Helm chart makes the same pods (configs/chart/templates/engines.yaml), and a
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Sequence
 
@@ -71,6 +72,18 @@ def engine_pod(runtime: Runtime, pool: Pool, proxies: Sequence[Proxy]) -> Object
     return with_template(pod, spec.template, _NEEDED)
 
 
+def worker_pod(leader: Object) -> Object:
+    """Return the template of the other pods of a group, of that of the pod that answers requests:
+    vLLM computes there, and has no API. They end behind their leader.
+    """
+    pod = copy.deepcopy(leader)
+    engine = next(one for one in pod["spec"]["containers"] if one["name"] == CONTAINER)
+    for name in ("startupProbe", "readinessProbe", "livenessProbe", "lifecycle", "ports"):
+        engine.pop(name, None)
+    engine["args"].append("--headless")
+    return pod
+
+
 _OF_CONTAINER = f"spec.containers[{CONTAINER}]"
 _NEEDED = {
     **{f"metadata.labels.{name}": "" for name in (MANAGED_BY, RUNTIME, REVISION)},
@@ -97,7 +110,10 @@ def _container(runtime: Runtime, proxies: Sequence[Proxy]) -> Object:
         "image": spec.image,
         "imagePullPolicy": "IfNotPresent",
         "command": ["pdproxy", "sim"] if spec.simulated else ["vllm", "serve"],
-        "args": [*(_sim_args(spec) if spec.simulated else _vllm_args(spec)), *spec.args],
+        "args": [
+            *(_sim_args(spec) if spec.simulated else _vllm_args(spec)),
+            *spec.args,
+        ],
         "env": [*_env(spec, _engine_key(runtime, proxies))],
         "ports": [{"name": "http", "containerPort": PORT}],
         "startupProbe": {**_HEALTH, "failureThreshold": spec.start_seconds // 5},
@@ -137,6 +153,10 @@ def _vllm_args(spec: RuntimeSpec) -> Iterator[str]:
     yield f"--tensor-parallel-size={spec.tensor_parallel_size}"
     if spec.data_parallel_size > 1:
         yield f"--data-parallel-size={spec.data_parallel_size}"
+    if spec.group_size > 1:
+        # The variables are LeaderWorkerSet's.
+        yield from ("--distributed-executor-backend=mp", f"--nnodes={spec.group_size}")
+        yield from ("--node-rank=$(LWS_WORKER_INDEX)", "--master-addr=$(LWS_LEADER_ADDRESS)")
     if (transfer := transfer_config(spec)) is not None:
         yield f"--kv-transfer-config={json.dumps(transfer, sort_keys=True, separators=(',', ':'))}"
 

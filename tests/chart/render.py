@@ -26,6 +26,7 @@ VERSIONS = tuple(f"1.{minor}" for minor in range(28, 38))
 """The versions of Kubernetes whose schemas are here, and which Chart.yaml allows."""
 CUSTOM = {
     ("gateway.networking.k8s.io/v1", "HTTPRoute"),
+    ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"),
     ("monitoring.coreos.com/v1", "PodMonitor"),
     ("monitoring.coreos.com/v1", "PrometheusRule"),
 }
