@@ -146,6 +146,7 @@ async def test_silent_recomputing_is_noticed(caplog: pytest.LogCaptureFixture) -
         assert w.metric("pdproxy_kv_moved_total", result="recomputed") == tokens
         assert w.metric("pdproxy_kv_moved_total", result="transferred") == 0
         assert w.metric("pdproxy_kv_missing_tokens", node=w.decode[0].url) == tokens
+        assert w.metric("pdproxy_kv_recomputed_ratio", node=w.decode[0].url) == 1
         assert len(w.events(KvShortfall)) == 1, "said once"
         assert any("KV did not arrive" in record.getMessage() for record in caplog.records)
         details = (await w.get("/ready")).json["details"]
@@ -165,6 +166,7 @@ async def test_kv_that_moves_is_counted_as_moved() -> None:
         tokens = sum(len(w.decode[0].ids(r)) // 16 * 16 for r in w.decode[0].requests)
         assert w.metric("pdproxy_kv_moved_total", result="transferred") == tokens
         assert w.metric("pdproxy_kv_moved_total", result="recomputed") == 0
+        assert w.metric("pdproxy_kv_recomputed_ratio", node=w.decode[0].url) == 0
         assert (await w.get("/ready")).json["details"] == []
 
 

@@ -6,10 +6,12 @@ counted.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from pdproxy.observe.description import Label, MergeRule, Samples, counter, gauge
+from pdproxy.observe.description import NODE, Label, MergeRule, Samples, counter, gauge
 from pdproxy.observe.events import Event, KvCounted, Observers, TransferFaultSeen
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.transfer_faults import KINDS, TransferFault, TransferFaults
@@ -43,6 +45,35 @@ TRANSFER_FAULTS_FOUND = counter(
     of=TransferFaultSeen,
     counts=lambda event: [] if event.over else [((event.kind,), 1)],
 )
+RECOMPUTED = gauge(
+    "pdproxy_kv_recomputed_ratio",
+    "ratio",
+    "The part of the prompt tokens sent to a decode engine by KV transfer that it computed again, "
+    "of about the last minute. Engines that got none in 5 minutes are not shown",
+    NODE,
+    workers=MergeRule.MOST,
+)
+LATELY = 60.0
+"""Seconds in which what was counted loses 63 % of its weight."""
+SHOWN = 300.0
+"""Seconds for which it is shown."""
+
+
+@dataclass(slots=True)
+class _Lately:
+    """Prompt tokens that came to a decode engine as KV, and those that it computed again, with
+    their weights at the monotonic time `at`.
+    """
+
+    at: float
+    moved: float = 0.0
+    missing: float = 0.0
+
+    def add(self, moved: int, missing: int, now: float) -> None:
+        """Count some now."""
+        weight = math.exp((self.at - now) / LATELY)
+        self.at = now
+        self.moved, self.missing = self.moved * weight + moved, self.missing * weight + missing
 
 
 class Transfers:
@@ -58,6 +89,7 @@ class Transfers:
         self._now = now
         self.known: TransferFaults = ledger.transfers
         """Read only."""
+        self._lately: dict[str, _Lately] = {}
 
     def __repr__(self) -> str:
         return f"<Transfers with {len(self.known.faults)} faults>"
@@ -66,6 +98,9 @@ class Transfers:
         """Show and log what is found."""
         self._ledger.when_forgiven = self._forgiven
         self._observers.show(TRANSFER_FAULTS, self._shown)
+        self._observers.show(
+            RECOMPUTED, lambda: [((url,), part) for url, part in self.recomputed().items()]
+        )
         self._observers.add(self)
 
     def failed(self, prefill: str, decode: str, at: float, *, first: bool = True) -> None:
@@ -90,13 +125,30 @@ class Transfers:
     def notify(self, event: Event) -> None:
         """Take what a decode engine's counters show."""
         if isinstance(event, KvCounted):
-            fault = self._ledger.transfers_counted(
-                event.node, event.moved, event.missing, self._now()
-            )
+            now = self._now()
+            if event.node not in self._lately:
+                for url in [url for url in self._lately if self._ledger.get(url) is None]:
+                    del self._lately[url]
+                self._lately[event.node] = _Lately(now)
+            self._lately[event.node].add(event.moved, event.missing, now)
+            fault = self._ledger.transfers_counted(event.node, event.moved, event.missing, now)
             if fault is None or fault.key in self.known.faults:
                 self._found(fault)
             else:
                 self._seen(fault, "its counters show that KV comes", over=True)
+
+    def recomputed(self) -> dict[str, float]:
+        """Return which part of what decode engines got as KV lately they computed again, 0 to 1,
+        by URL. Those that got none are not there.
+        """
+        since = self._now() - SHOWN
+        return {
+            url: counts.missing / total
+            for url, counts in self._lately.items()
+            if counts.at >= since
+            and self._ledger.get(url) is not None
+            and (total := counts.moved + counts.missing)
+        }
 
     def _shown(self) -> Samples:
         counts = Counter(fault.kind for fault in self.known.faults.values())
