@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -379,6 +380,8 @@ async def test_between_prefill_and_decode() -> None:
         assert sum(one.custodian.snapshot()["held"][0] for one in w.workers) == 1, (
             "no engine was asked yet"
         )
+        counts = sum((one.custodian.counts() for one in w.workers), Counter[str]())
+        assert counts == {w.prefill[0].url: 1}
         await leave(client)
         await w.quiet()
         assert ends(w) == ["released"]

@@ -305,6 +305,7 @@ async def test_ready_is_degraded_without_prefill_engines() -> None:
         assert [
             w.metric("pdproxy_state", state=one) for one in ("ok", "degraded", "not_ready")
         ] == [0, 1, 0]
+        assert w.metric("pdproxy_pool_splits", pool=w.proxy.pools[0].name) == 0
         w.decode[0].stop()
         await w.probe()
         ready = await w.get("/ready")
@@ -314,6 +315,7 @@ async def test_ready_is_degraded_without_prefill_engines() -> None:
         await w.prefill[0].listen()
         await w.probe()
         assert (await w.get("/ready")).json["state"] == "ok"
+        assert w.metric("pdproxy_pool_splits", pool=w.proxy.pools[0].name) == 1
 
 
 async def test_ready_is_degraded_if_no_pair_fits() -> None:

@@ -34,7 +34,7 @@ from pdproxy.deciding.turns import PoolTurns
 from pdproxy.fleet.bootstrap import Bootstraps
 from pdproxy.fleet.down_watch import DownWatch
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.gauges import MetricsOfEngines, show_engines, show_revisions
+from pdproxy.fleet.gauges import MetricsOfEngines, show_engines, show_revisions, show_splits
 from pdproxy.fleet.kv_events import Index
 from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.slow_engines import SlowEngines
@@ -324,6 +324,7 @@ class PoolParts:
         )
         show_engines(observers, engines, membership.members, now, pool.name)
         show_revisions(observers, ledger.revisions, pool.name)
+        show_splits(observers, ledger, now, pool.name)
         wrong.append(membership.shortcomings)
         if own is not None:
             wrong.append(own.share_members(membership, engines))

@@ -12,7 +12,8 @@ from pdproxy.kit.text import truncate
 from pdproxy.observe.description import NODE, ROLE, Label, MergeRule, Samples, gauge
 from pdproxy.observe.events import Observers
 from pdproxy.observe.metrics import Metrics
-from pdproxy.scheduling.ledger_engine import STATES
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger_engine import PREFILL, STATES
 from pdproxy.scheduling.revisions import Revisions
 
 NODE_INFO = gauge(
@@ -90,6 +91,14 @@ REVISION_SHARE = gauge(
     workers=MergeRule.MOST,
     pools=MergeRule.MOST,
 )
+SPLITS = gauge(
+    "pdproxy_pool_splits",
+    "bool",
+    "Whether prompts of a pool can be split now; pools without prefill engines have none to split, "
+    "and are not shown",
+    Label("pool", text="the pool's name"),
+    workers=MergeRule.MEAN,  # the part of the workers that see it so
+)
 MAX_REVISIONS = 16
 """How many revisions of a pool are shown, those with the largest parts."""
 
@@ -163,3 +172,15 @@ def show_revisions(observers: Observers, revisions: Revisions, pool: str) -> Non
         return [((pool, truncate(name)), share) for name, share in found[:MAX_REVISIONS]]
 
     observers.show(REVISION_SHARE, shares)
+
+
+def show_splits(observers: Observers, ledger: Ledger, now: Callable[[], float], pool: str) -> None:
+    """Show the gauge of a pool whose prompts can be split, or not. `pool`: its name."""
+
+    def splits() -> Samples:
+        if not any(PREFILL in engine.uses for engine in ledger.engines):
+            return []
+        can = ledger.not_ready() is None and ledger.why_degraded(now()) is None
+        return [((pool,), float(can))]
+
+    observers.show(SPLITS, splits)

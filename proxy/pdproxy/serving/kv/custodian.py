@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 
 from pdproxy.fleet.contacts import Contacts
@@ -73,6 +74,13 @@ KV_HANDLES = gauge(
     "handles",
     "KV handles that have not ended, by state",
     Label("state", _STATES),
+    workers=MergeRule.SUM,
+)
+NODE_KV_HANDLES = gauge(
+    "pdproxy_node_kv_handles",
+    "handles",
+    "KV handles of a prefill engine that have not ended. Engines that have none are not shown",
+    NODE,
     workers=MergeRule.SUM,
 )
 KV_HANDLE_AGE = gauge(
@@ -164,6 +172,9 @@ class Custodian:
             KV_HANDLES, lambda: [((state,), count) for state, (count, _) in self.snapshot().items()]
         )
         observers.show(
+            NODE_KV_HANDLES, lambda: [((url,), count) for url, count in self.counts().items()]
+        )
+        observers.show(
             KV_HANDLE_AGE, lambda: [((state,), age) for state, (_, age) in self.snapshot().items()]
         )
         observers.show(
@@ -199,6 +210,10 @@ class Custodian:
                 count, oldest = found[custody.state.value]
                 found[custody.state.value] = (count + 1, max(oldest, now - custody.since))
         return found
+
+    def counts(self) -> Counter[str]:
+        """Return how many handles each prefill engine has that have not ended, by URL."""
+        return Counter(custody.prefill for custody in self._live if custody.state is not None)
 
     def named(self) -> set[str]:
         """Return the URLs of engines that hold KV for us, or may do so."""
