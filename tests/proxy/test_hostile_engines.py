@@ -403,7 +403,7 @@ PAGES: dict[str, tuple[str, Script, str]] = {
     ),
     "a long sample": (
         "/metrics", scripts.whole(b'vllm:num_requests_running{a="%b"} 1\n' % (b"x" * 5000)),
-        "or 4096 in one of them",
+        "more than 4096 bytes in a line",
     ),
     "long samples": (
         "/metrics", scripts.whole(b'vllm:num_requests_running{a="%b"} 1\n' % (b"x" * 1000) * 70),

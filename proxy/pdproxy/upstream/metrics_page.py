@@ -1,20 +1,16 @@
-"""Reads about a dozen lines of an engine's `/metrics`, without parsing the rest of the page.
+"""What an engine's `/metrics` says: about a dozen lines of it are read.
 
-Owns the names (vLLM 0.32.0) and the limits. A line as vLLM writes it is read here, in 2 us; any
-other one by the library, which takes 50 us: so their number is limited.
+Owns the names (vLLM 0.32.0) and the limits.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from pdproxy.kit.errors import EngineError
-from pdproxy.kit.text import truncate
+from pdproxy.upstream.metrics_lines import lines_of, read_line
 
 MAX_PAGE = 8 << 20
 """Bytes of a page. An engine's has 60 KB, and each data-parallel rank adds as much."""
@@ -23,10 +19,6 @@ MAX_SAMPLES = 512
 MAX_LINES_BYTES = 64 << 10
 """Bytes of the lines that are read: one of 1000 with all settings of the KV cache, and others of
 100.
-"""
-MAX_LINE = 4 << 10
-"""Bytes of one of these lines: the library's time for a line grows with the square of its
-labels.
 """
 
 
@@ -94,16 +86,16 @@ def read_metrics(page: bytes) -> Scrape:
     """
     found: dict[bytes, list[tuple[dict[str, str], float]]] = {}
     size = 0
-    for name, lines in _lines(page).items():
-        if name in _SINGLE:
-            del lines[:-1]
-        size += sum(map(len, lines))
-        if size > MAX_LINES_BYTES or max(map(len, lines), default=0) > MAX_LINE:
-            raise EngineError(
-                f"/metrics has more than {MAX_LINES_BYTES} bytes in the lines that are read, or "
-                f"{MAX_LINE} in one of them"
-            )
-        found[name] = [_sample(line) for line in lines]
+    try:
+        for name, lines in lines_of(page, _READ, MAX_SAMPLES).items():
+            if name in _SINGLE:
+                del lines[:-1]
+            size += sum(map(len, lines))
+            if size > MAX_LINES_BYTES:
+                raise ValueError(f"more than {MAX_LINES_BYTES} bytes in the lines that are read")
+            found[name] = [read_line(line) for line in lines]
+    except ValueError as error:
+        raise EngineError(f"/metrics has {error}") from None
     by_source: dict[str, float] = {}
     for labels, value in found[_BY_SOURCE]:
         source = labels.get("source", "")
@@ -132,36 +124,7 @@ def read_metrics(page: bytes) -> Scrape:
     )
 
 
-def _lines(page: bytes) -> dict[bytes, list[bytes]]:
-    """Return the lines that are read, by their names."""
-    found: dict[bytes, list[bytes]] = {}
-    text, count = b"\n" + page, 0
-    for name in _READ:
-        lines = found[name] = []
-        start = b"\n" + name
-        at = text.find(start)
-        while at >= 0:
-            count += 1
-            if count > MAX_SAMPLES:
-                raise EngineError(
-                    f"/metrics has more than {MAX_SAMPLES} lines of those that are read"
-                )
-            end = text.find(b"\n", at + 1)
-            line = text[at + 1 : end if end >= 0 else len(text)]
-            if line[len(name) : len(name) + 1] in b"{ \t":
-                lines.append(line)
-            at = text.find(start, at + 1)
-    return found
-
-
 _SIZE = re.compile(r"[0-9]{1,9}", re.ASCII)
-_LABEL = r'(_?[a-zA-Z][a-zA-Z0-9_]*)="([^"\\]*)"'
-_LABELS = re.compile(_LABEL)
-_PLAIN = re.compile(
-    rf"[a-zA-Z_:][a-zA-Z0-9_:]*(?:\{{({_LABEL}(?:,{_LABEL})*)?\}})? "
-    r"([0-9]{1,15}(?:\.[0-9]{1,17})?(?:e[-+]?[0-9]{1,2})?)"
-)
-"""A line without escapes and without a timestamp, whose value is finite and has no sign."""
 _READ = (
     _STARTED := b"process_start_time_seconds",
     _RUNNING := b"vllm:num_requests_running",
@@ -193,23 +156,3 @@ def _asleep(samples: Iterable[tuple[Mapping[str, str], float]]) -> str | None:
         "its level is not known",
     )
     return f"it sleeps ({level}): vllm:engine_sleep_state"
-
-
-def _sample(line: bytes) -> tuple[dict[str, str], float]:
-    """Return the labels and the value of a line."""
-    text = line.decode("utf-8", "replace")
-    if (plain := _PLAIN.fullmatch(text)) is not None:
-        pairs = _LABELS.findall(plain[1] or "")
-        labels = dict(pairs)
-        if len(labels) == len(pairs):
-            return labels, float(plain[plain.lastindex or 0])
-    try:
-        (family,) = text_string_to_metric_families(text + "\n")
-        (sample,) = family.samples
-    except (ValueError, KeyError, IndexError) as error:
-        raise EngineError(f"/metrics is not in Prometheus text format: {truncate(error)}") from None
-    if not math.isfinite(sample.value):
-        raise EngineError(
-            f"/metrics has a value that is not finite: {truncate(sample.name)} {sample.value}"
-        )
-    return sample.labels, sample.value
