@@ -72,6 +72,10 @@ class Counted:
         self.reconciles.labels(result.value).inc()
         self.seconds.observe(seconds)
 
+    def wrote(self, kind: str, verb: str) -> None:
+        """Count a write."""
+        self.writes.labels(kind, verb).inc()
+
     def page(self) -> bytes:
         """Return all as text."""
         return generate_latest(self._registry)

@@ -1,0 +1,556 @@
+"""One reconciliation of a group: what there is, from the store; what should be, from pure
+functions; and the differences, written to the API.
+
+Level-triggered and without memory: whatever an earlier reconciliation has or has not done, what is
+left to do follows from the objects. A mistake in one object keeps no other from being written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pdproxy.upstream.kubernetes import ApiError
+from pdproxy_operator.api import Api
+from pdproxy_operator.conditions import proxy_conditions, runtime_conditions
+from pdproxy_operator.differences import is_as_wanted, stamped
+from pdproxy_operator.engine_objects import engine_objects
+from pdproxy_operator.errors import ConfigError
+from pdproxy_operator.figures import deletion_costs
+from pdproxy_operator.keys import digest_of, key_of
+from pdproxy_operator.kinds import PROXIES, RUNTIMES, WORKLOADS, WRITTEN, Kind, kind_of
+from pdproxy_operator.names import DELETION_COST, PROXY, REVISION, RUNTIME
+from pdproxy_operator.own import OwnObject, OwnPod
+from pdproxy_operator.pages import Pages
+from pdproxy_operator.parts import parts_of
+from pdproxy_operator.pools import Pool, pools_of, selected_pools
+from pdproxy_operator.proxy_objects import proxy_objects
+from pdproxy_operator.proxy_settings import scheme_of
+from pdproxy_operator.resources import (
+    ConditionOf,
+    Name,
+    Object,
+    Proxy,
+    Runtime,
+    name_of,
+    selects,
+)
+from pdproxy_operator.rollout import Part, Step, Wanted, next_step
+from pdproxy_operator.scaled import WORKER, scaled_of, serves
+from pdproxy_operator.scaling import Decision, decide
+from pdproxy_operator.store import Group, Store
+from pdproxy_operator.transitions import Rate, event_of, transitions
+from pdproxy_operator.work import GoneError
+
+LOOK_AGAIN = 15.0
+"""Seconds until a group is reconciled again for which time matters: engines that start, or a number
+of engines that follows the load.
+"""
+
+
+class _Rollout(NamedTuple):
+    """A pool whose engines this group replaces, and what becomes of them."""
+
+    pool: Pool
+    parts: Sequence[Part]
+    step: Step
+    decisions: Mapping[str, Decision]
+
+
+class _Change(NamedTuple):
+    """A write of what makes pods. `adds`: how many pods, or groups, more; `revision`: whose."""
+
+    adds: int
+    revision: tuple[Runtime, str]
+    write: Callable[[], Awaitable[None]]
+
+
+class Reconciler:
+    """Reconciles groups. `secret`: from which keys to the proxies' metrics are derived, None: there
+    are none; `reporter`: the name of this operator; `wall`: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        api: Api,
+        pages: Pages,
+        events: Rate,
+        secret: str | None,
+        reporter: str,
+        wall: Callable[[], float],
+    ) -> None:
+        self.store = store
+        self.api = api
+        self.pages = pages
+        self.events = events
+        self.secret = secret
+        self.reporter = reporter
+        self.wall = wall
+
+    def __repr__(self) -> str:
+        return f"<Reconciler of {self.store}>"
+
+    async def reconcile(self, group: Group) -> float | None:
+        """Have a group be as it should. Return the seconds after which it is to be reconciled
+        again, None: when something changes.
+
+        Raises:
+            GoneError: there is no such group any more.
+            ApiError: something could not be written.
+        """
+        one = _Reconciliation(self, group)
+        await one.run()
+        return one.again
+
+
+class _Reconciliation:
+    """One reconciliation of a group."""
+
+    def __init__(self, of: Reconciler, group: Group) -> None:
+        store = of.store
+        self._of, self._store, self._api = of, store, of.api
+        self._namespace = group.namespace
+        self._now = of.wall()
+        runtimes, proxies = store.runtimes(group.namespace), store.proxies(group.namespace)
+        self._runtimes, self._proxies = runtimes, proxies
+        self._proxy = next(
+            (
+                one
+                for one in proxies
+                if (group.kind, one.metadata.name) == (PROXIES.kind, group.name)
+            ),
+            None,
+        )
+        pools = pools_of(proxies, runtimes)
+        if group.kind == PROXIES.kind:
+            self._pools = [pool for proxy, pool in pools if proxy is self._proxy is not None]
+        else:
+            self._pools = [
+                pool
+                for proxy, pool in pools
+                if proxy is None and pool.runtimes[0].metadata.name == group.name
+            ]
+        if self._proxy is None and not self._pools:
+            raise GoneError
+        self._figures = None if self._proxy is None else of.pages.figures(self._proxy)
+        self._failures: list[ApiError] = []
+        self._taken: dict[tuple[str, str], str] = {}
+        """By label and name of an owner: which name of its objects another object has."""
+        self._written: list[tuple[Kind, Name, str]] = []
+        self.again: float | None = None
+
+    async def run(self) -> None:
+        """Write all differences."""
+        rollouts = self._rollouts()
+        for one in rollouts:
+            refused = await self._engines(one)
+            for runtime in one.pool.runtimes:
+                await self._scale(runtime, one.decisions)
+                await self._say_runtime(runtime, one, refused.get(runtime.metadata.name))
+        if self._proxy is not None:
+            await self._proxy_and_its_status(self._proxy, [one.step for one in rollouts])
+        # the next reconciliation must see what this one has written
+        for kind, name, version in self._written:
+            await self._store.caught_up(kind, name, version)
+        if self._failures:
+            raise self._failures[0]
+
+    async def _do(self, write: Awaitable[str], kind: Kind, namespace: str, name: str) -> None:
+        """Write one object. A refusal keeps no other from being written."""
+        try:
+            self._written.append((kind, Name(namespace, name), await write))
+        except ApiError as error:
+            self._note(error)
+
+    def _note(self, error: ApiError) -> None:
+        if error.status is None or error.status >= 500 or error.status in (401, 429):
+            raise error  # it would be the same for all others
+        self._failures.append(error)
+
+    # engines
+
+    def _rollouts(self) -> list[_Rollout]:
+        """Return what becomes of the engines of all pools."""
+        scaled = [
+            scaled_of(runtime, pool, self._pods(RUNTIME, runtime), self._figures, self._now)
+            for pool in self._pools
+            for runtime in pool.runtimes
+        ]
+        spec = None if self._proxy is None else self._proxy.spec
+        gpus = None if spec is None or spec.budget is None else spec.budget.gpus
+        decisions = decide(scaled, gpus, self._now)
+        if any(one.autoscaling is not None for one in scaled):
+            self.again = LOOK_AGAIN
+        found = []
+        for pool in self._pools:
+            pods = [one for runtime in pool.runtimes for one in self._pods(RUNTIME, runtime)]
+            workloads = [one for runtime in pool.runtimes for _, one in self._workloads(runtime)]
+            parts = parts_of(pool, workloads, pods, self._figures, self._now)
+            wanted = [
+                Wanted(name, one.spec.role, decisions[name].replicas)
+                for one in pool.runtimes
+                for name in (one.metadata.name,)
+            ]
+            start = max(one.spec.start_seconds for one in pool.runtimes)
+            order = "pairs" if spec is None else spec.rollout.order
+            step = next_step(parts, wanted, pool.revision, order, start)
+            if step.reason is not None:
+                self.again = LOOK_AGAIN
+            found.append(_Rollout(pool, parts, step, decisions))
+        return found
+
+    def _selecting(self, runtime: Runtime) -> list[Proxy]:
+        return [
+            proxy
+            for proxy in self._proxies
+            if selects(proxy.spec.runtime_selector, runtime.metadata.labels)
+        ]
+
+    def _pods(self, label: str, of: Runtime | Proxy) -> list[OwnPod]:
+        name = of.metadata.name
+        return [
+            one
+            for one in self._store.pods(self._namespace)
+            if (one.metadata.labels or {}).get(label) == name
+        ]
+
+    def _workloads(self, runtime: Runtime) -> list[tuple[Kind, OwnObject]]:
+        """Return what makes a runtime's pods, of all revisions."""
+        return [(kind, one) for kind in WORKLOADS for one in self._own(kind, runtime)]
+
+    def _own(self, kind: Kind, owner: Runtime | Proxy) -> list[OwnObject]:
+        """Return the objects of a kind that are an owner's and stay."""
+        return [
+            one
+            for one in self._store.own(kind, self._namespace)
+            if one.metadata.controller == owner.metadata.uid
+            and one.metadata.deletion_timestamp is None
+        ]
+
+    async def _engines(self, one: _Rollout) -> dict[str, str]:
+        """Have the objects of a pool's runtimes be as they should. Return why those of some are not
+        written, by runtime.
+        """
+        refused = {}
+        workloads: list[_Change] = []
+        for runtime in one.pool.runtimes:
+            name = runtime.metadata.name
+            replicas = {
+                revision: count for (of, revision), count in one.step.replicas.items() if of == name
+            }
+            try:
+                wanted = engine_objects(runtime, one.pool, self._selecting(runtime), replicas)
+            except ConfigError as error:
+                refused[name] = str(error)
+                continue
+            if (missing := self._missing(wanted)) is not None:
+                refused[name] = missing
+                continue
+            current = [each for each in wanted if _kind(each) in WORKLOADS]
+            for each in wanted:
+                if _kind(each) not in WORKLOADS:
+                    await self._apply(runtime, each)
+            workloads += self._changes(runtime, one.pool, current, replicas)
+            await self._delete_unwanted(runtime, wanted, keeps=WORKLOADS)
+        # GPUs are freed before others need them
+        for change in sorted(workloads, key=lambda change: change.adds):
+            if change.adds < 0:
+                await self._deletion_costs(change.revision)
+            await change.write()
+        refused |= {name: self._taken[RUNTIME, name] for name in self._names_taken(one.pool)}
+        return refused
+
+    def _names_taken(self, pool: Pool) -> list[str]:
+        names = [one.metadata.name for one in pool.runtimes]
+        return [name for name in names if (RUNTIME, name) in self._taken]
+
+    def _missing(self, wanted: Sequence[Object]) -> str | None:
+        """Return which kind this cluster lacks, in a sentence, None: it has all."""
+        for one in wanted:
+            if self._store.is_missing(_kind(one)):
+                return f"This cluster has no {one['kind']} ({one['apiVersion']})."
+        return None
+
+    def _changes(
+        self,
+        runtime: Runtime,
+        pool: Pool,
+        current: Sequence[Object],
+        replicas: Mapping[str, int],
+    ) -> Iterator[_Change]:
+        """Yield the writes of a runtime's workloads."""
+        names = set()
+        for wanted in current:
+            name = Name(self._namespace, wanted["metadata"]["name"])
+            kind = _kind(wanted)
+            names.add((kind, name.name))
+            live = self._store.own_of(kind, name)
+            count = wanted["spec"]["replicas"] - (0 if live is None else _replicas(live))
+            yield _Change(count, (runtime, pool.revision), partial(self._apply, runtime, wanted))
+        for kind, live in self._workloads(runtime):
+            if (kind, live.metadata.name) in names:
+                continue
+            revision = (live.metadata.labels or {}).get(REVISION, "")
+            target = 0 if revision == pool.revision else replicas.get(revision, 0)
+            count = target - _replicas(live)
+            if count:
+                write = partial(self._scale_workload, kind, live, target)
+            elif target == 0 and not _status_replicas(live):
+                write = partial(self._delete, kind, live)
+            else:
+                continue
+            yield _Change(count, (runtime, revision), write)
+
+    async def _scale_workload(self, kind: Kind, live: OwnObject, target: int) -> None:
+        """Change how many pods there are of a template that nobody knows any more."""
+        name = Name(self._namespace, live.metadata.name)
+        await self._do(self._api.scale(kind, *name, target), kind, *name)
+
+    async def _deletion_costs(self, of: tuple[Runtime, str]) -> None:
+        """Have Kubernetes take the idlest engines of a runtime's revision first. Right before it
+        does: the numbers change all the time.
+        """
+        if self._figures is None:
+            return
+        runtime, revision = of
+        costs = deletion_costs(self._figures.engines)
+        for pod in self._pods(RUNTIME, runtime):
+            meta = pod.metadata
+            if (meta.labels or {}).get(REVISION) != revision or meta.deletion_timestamp is not None:
+                continue
+            cost = str(costs.get(meta.name, 0))
+            if (meta.annotations or {}).get(DELETION_COST, "0") != cost:
+                await self._try(self._api.annotate(meta, {DELETION_COST: cost}))
+
+    async def _scale(self, runtime: Runtime, decisions: Mapping[str, Decision]) -> None:
+        """Have a runtime have the engines that its load needs."""
+        namespace, name = name_of(runtime)
+        count = decisions[name].replicas
+        if runtime.spec.autoscaling is not None and count != runtime.spec.replicas:
+            await self._do(
+                self._api.scale(RUNTIMES, namespace, name, count), RUNTIMES, namespace, name
+            )
+
+    async def _say_runtime(self, runtime: Runtime, one: _Rollout, refused: str | None) -> None:
+        """Have the status of a runtime be as it is."""
+        name, revision = runtime.metadata.name, one.pool.revision
+        own = [part for part in one.parts if part.runtime == name]
+        pods = [pod for pod in self._pods(RUNTIME, runtime) if serves(pod)]
+        stay = [pod for pod in pods if pod.metadata.deletion_timestamp is None]
+        decision = one.decisions[name]
+        conditions = runtime_conditions(
+            runtime,
+            one.pool,
+            pools=self._pools,
+            selected_by=[each.metadata.name for each in self._selecting(runtime)],
+            parts=own,
+            pods=self._pods(RUNTIME, runtime),
+            figures=self._figures,
+            step=one.step,
+            decision=decision,
+            refused=refused,
+            now=self._now,
+            before=runtime.status.conditions,
+        )
+        selector = f"{RUNTIME}={name}"
+        if runtime.spec.group_size > 1:
+            selector += f",{WORKER}=0"
+        status = {
+            "observedGeneration": runtime.metadata.generation,
+            "replicas": len(stay),
+            "readyReplicas": sum(pod.is_ready for pod in stay),
+            "updatedReplicas": sum(
+                (pod.metadata.labels or {}).get(REVISION) == revision for pod in stay
+            ),
+            "drainingReplicas": len(pods) - len(stay),
+            "selector": selector,
+            "revision": revision,
+        }
+        if decision.state is not None:
+            status["scaling"] = _without_none(decision.state)
+        await self._say(RUNTIMES, runtime, status, conditions)
+
+    # proxies
+
+    async def _proxy_and_its_status(self, proxy: Proxy, steps: Sequence[Step]) -> None:
+        pools = selected_pools(proxy, self._runtimes)
+        refused = None
+        key = None if self._of.secret is None else key_of(self._of.secret, proxy.metadata.uid)
+        try:
+            wanted = proxy_objects(proxy, pools, None if key is None else digest_of(key))
+            refused = self._missing(wanted)
+        except ConfigError as error:
+            refused = str(error)
+        if refused is None:
+            for one in sorted(wanted, key=lambda each: WRITTEN.index(_kind(each))):
+                await self._apply(proxy, one)
+            await self._delete_unwanted(proxy, wanted)
+            refused = self._taken.get((PROXY, proxy.metadata.name))
+        pods = self._pods(PROXY, proxy)
+        owned = {name_of(one).name for pool in self._pools for one in pool.runtimes}
+        shared = [
+            one.metadata.name
+            for pool in pools
+            for one in pool.runtimes
+            if one.metadata.name not in owned
+        ]
+        conditions = proxy_conditions(
+            proxy,
+            pools=pools,
+            pods=pods,
+            figures=self._figures,
+            steps=steps,
+            refused=refused,
+            shared=shared,
+            now=self._now,
+            before=proxy.status.conditions,
+        )
+        status = {
+            "observedGeneration": proxy.metadata.generation,
+            "replicas": sum(one.metadata.deletion_timestamp is None for one in pods),
+            "readyReplicas": sum(one.is_ready for one in pods),
+            "url": _url(proxy),
+            "pools": [self._pool_status(pool) for pool in pools],
+        }
+        await self._say(PROXIES, proxy, status, conditions)
+
+    def _pool_status(self, pool: Pool) -> Object:
+        engines: dict[str, int] = {}
+        for runtime in pool.runtimes:
+            ready = sum(one.is_ready and serves(one) for one in self._pods(RUNTIME, runtime))
+            role = runtime.spec.role
+            engines[role] = engines.get(role, 0) + ready
+        return {
+            "name": pool.name,
+            "model": pool.model,
+            "connector": pool.connector,
+            "revision": pool.revision,
+            "engines": engines,
+        }
+
+    # differences
+
+    async def _apply(self, owner: Runtime | Proxy, wanted: Object) -> None:
+        """Write an object, if it is not as it is wanted. An object of others stays as it is."""
+        kind, name = _kind(wanted), Name(self._namespace, wanted["metadata"]["name"])
+        complete = stamped(wanted)
+        live = self._store.own_of(kind, name)
+        if live is not None and live.metadata.deletion_timestamp is not None:
+            return  # it is made anew when it is gone
+        if live is None:
+            try:
+                is_there = await self._api.exists(kind, name)
+            except ApiError as error:
+                self._note(error)
+                return
+            if is_there:
+                self._take_note(owner, wanted)
+                return
+        elif live.metadata.controller != owner.metadata.uid:
+            if live.metadata.controller in self._store.uids(self._namespace):
+                self._take_note(owner, wanted)
+            else:  # its owner is gone, and another has the name
+                await self._delete(kind, live)
+            return
+        elif is_as_wanted(live, complete):
+            return
+        await self._do(self._api.apply(complete), kind, *name)
+
+    def _take_note(self, owner: Runtime | Proxy, wanted: Object) -> None:
+        """An object that is not the owner's has the name of one that it needs."""
+        label = RUNTIME if isinstance(owner, Runtime) else PROXY
+        name = wanted["metadata"]["name"]
+        self._taken[label, owner.metadata.name] = (
+            f"There is a {wanted['kind']} {name} that is not of this {owner_kind(owner)}: rename "
+            f"or delete it."
+        )
+        self.again = LOOK_AGAIN
+
+    async def _delete_unwanted(
+        self, owner: Runtime | Proxy, wanted: Sequence[Object], keeps: Sequence[Kind] = ()
+    ) -> None:
+        """Delete an owner's objects that are not wanted any more, but for those of some kinds."""
+        names = {(_kind(one), one["metadata"]["name"]) for one in wanted}
+        for kind in reversed(WRITTEN):
+            if kind in keeps:
+                continue
+            for one in self._own(kind, owner):
+                if (kind, one.metadata.name) not in names:
+                    await self._delete(kind, one)
+
+    async def _delete(self, kind: Kind, one: OwnObject) -> None:
+        name = one.metadata.name
+
+        async def deleted() -> str:
+            await self._api.delete(kind, one.metadata)
+            return ""
+
+        await self._do(deleted(), kind, self._namespace, name)
+
+    async def _say(
+        self,
+        kind: Kind,
+        of: Runtime | Proxy,
+        status: Object,
+        conditions: Sequence[ConditionOf],
+    ) -> None:
+        """Have a resource say how it is, and write Events of what has become another."""
+        is_asked = self._proxy is None or self._of.pages.has_asked(self._proxy)
+        if not is_asked and of.status.conditions:
+            return  # what an operator before has said still holds
+        status["conditions"] = [_without_none(one) for one in conditions]
+        if _without_none(of.status) == status:
+            return
+        namespace, name = name_of(of)
+        await self._do(self._api.apply_status(kind, of.metadata, status), kind, namespace, name)
+        for one in transitions(of.status.conditions, conditions):
+            if self._of.events.takes():
+                event = event_of(of, one, self._of.reporter, self._now)
+                await self._try(self._api.create_event(event))
+
+    async def _try(self, write: Awaitable[None]) -> None:
+        try:
+            await write
+        except ApiError as error:
+            self._note(error)
+
+
+def owner_kind(owner: Runtime | Proxy) -> str:
+    """Return the kind of a resource."""
+    return RUNTIMES.kind if isinstance(owner, Runtime) else PROXIES.kind
+
+
+def _kind(one: Object) -> Kind:
+    return kind_of(one["apiVersion"], one["kind"])
+
+
+def _url(proxy: Proxy) -> str:
+    """Return where clients in the cluster reach the proxies."""
+    namespace, name = name_of(proxy)
+    return f"{scheme_of(proxy)}://{name}.{namespace}.svc:{proxy.spec.service.port}"
+
+
+def _replicas(one: OwnObject) -> int:
+    """Return how many pods, or groups, an object is to have."""
+    count = one.spec.get("replicas") if isinstance(one.spec, dict) else None
+    return count if isinstance(count, int) else 1
+
+
+def _status_replicas(one: OwnObject) -> int:
+    count = one.status.get("replicas") if isinstance(one.status, dict) else None
+    return count if isinstance(count, int) else 0
+
+
+def _without_none(thing: Any) -> Any:
+    """Return a part of a status as JSON has it, without fields that have nothing."""
+    if isinstance(thing, msgspec.Struct):
+        return _without_none(msgspec.to_builtins(thing))
+    if isinstance(thing, list):
+        return [_without_none(one) for one in thing]
+    if isinstance(thing, dict):
+        return {key: _without_none(value) for key, value in thing.items() if value is not None}
+    return thing

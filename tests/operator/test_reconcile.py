@@ -1,0 +1,194 @@
+"""The operator before an API server that keeps the rules of Kubernetes': it has all objects be as
+they should, writes nothing where nothing differs, and converges however often it is killed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from pdproxy.fleet import informer
+from pdproxy_operator import pages, store, work
+from tests.fakes.world import until
+from tests.operator.cluster import NAMESPACE, Cluster, cluster
+from tests.operator.resources import proxy, runtime
+
+NEW = "vllm/vllm-openai:v0.33.0"
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(informer, "RETRY", 0.01)
+    monkeypatch.setattr(informer, "LONGEST_RETRY", 0.05)
+    monkeypatch.setattr(work, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(work, "LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr(store, "CAUGHT_UP", 0.5)
+    monkeypatch.setattr(pages, "EVERY", 0.2)
+
+
+@pytest.fixture
+async def some(tmp_path: Path) -> AsyncIterator[Cluster]:
+    async with cluster(tmp_path) as made:
+        yield made
+
+
+def images(of: Cluster) -> dict[str, str]:
+    """The images of all engines, by pod."""
+    return {
+        name: one["spec"]["template"]["spec"]["containers"][0]["image"]
+        for name, one in of.of("deployments").items()
+    }
+
+
+async def test_objects_are_made_and_nothing_is_written_twice(some: Cluster) -> None:
+    some.put(runtime("p", "prefill"), runtime("d", "decode", replicas=2), proxy())
+    async with some.operating():
+        await until(lambda: "status" in some.of("pdproxies").get("pdproxy", {}))
+        await some.calm()
+        made = some.shown()
+        assert {plural for plural, _ in made} >= {
+            *("deployments", "configmaps", "services", "serviceaccounts", "roles"),
+            *("rolebindings", "poddisruptionbudgets", "networkpolicies"),
+        }
+        assert len(some.of("deployments")) == 3
+        assert some.of("pdruntimes")["d"]["status"]["readyReplicas"] == 2
+        assert some.of("pdproxies")["pdproxy"]["status"]["url"] == "http://pdproxy.llm.svc:80"
+        count = len(some.api.written)
+    async with some.operating():
+        await some.calm(0.5)
+    assert some.api.written[count:] == [], "another operator finds nothing to do"
+
+
+async def test_what_others_change_is_put_back_and_what_they_add_stays(some: Cluster) -> None:
+    some.put(runtime("p", "prefill"), runtime("d", "decode"), proxy())
+    async with some.operating():
+        await until(lambda: len(some.of("deployments")) == 3)
+        await some.calm()
+        before = some.shown()
+        service = some.of("services")["pdproxy"]
+        other = {**service, "metadata": {**service["metadata"]}, "spec": {**service["spec"]}}
+        other["metadata"]["annotations"] = {
+            **service["metadata"]["annotations"],
+            "of/others": "stays",
+        }
+        other["spec"] |= {"selector": {"changed": "by others"}, "externalIPs": ["10.0.0.1"]}
+        some.api._store(("services", NAMESPACE, "pdproxy"), other)
+        some.api.delete("d-prestop", NAMESPACE, "configmaps")
+        await until(lambda: "d-prestop" in some.of("configmaps"))
+        await some.calm()
+        after = some.shown()
+        found = after["services", "pdproxy"]
+        assert found["metadata"]["annotations"].pop("of/others") == "stays"
+        assert found["spec"].pop("externalIPs") == ["10.0.0.1"]
+        # the server merges maps: what was added to the selector is not the operator's
+        assert found["spec"]["selector"].pop("changed") == "by others"
+        assert after == before
+
+
+async def test_what_is_not_wanted_any_more_is_deleted(some: Cluster) -> None:
+    route = {"parentRefs": [{"name": "gateway"}], "hostnames": []}
+    some.put(runtime("p", "prefill"), runtime("d", "decode"), proxy(route=route))
+    async with some.operating():
+        await until(lambda: some.of("httproutes"))
+        await some.calm()
+        # of another: same labels, another owner
+        some.put(proxy())
+        await until(lambda: not some.of("httproutes"))
+        some.api.delete("p", NAMESPACE, "pdruntimes")
+        await until(lambda: "p-prestop" not in some.of("configmaps"))
+        await some.calm()
+        assert len(some.of("deployments")) == 2
+
+
+async def test_an_object_of_others_is_left_alone_and_named(some: Cluster) -> None:
+    some.api.put("pdproxy", NAMESPACE, "services", spec={"selector": {"of": "others"}})
+    before = some.of("services")["pdproxy"]
+    some.put(runtime("p", "prefill"), runtime("d", "decode"), proxy())
+    async with some.operating():
+        await until(lambda: some.of("pdproxies")["pdproxy"].get("status"))
+        await some.calm()
+        assert some.of("services")["pdproxy"] == before
+        assert "There is a Service pdproxy that is not of this PDProxy" in str(
+            some.of("pdproxies")["pdproxy"]["status"]["conditions"]
+        )
+        assert "pdproxy-replicas" in some.of("services"), "others are made"
+
+
+async def test_an_object_that_cannot_be_read_stops_no_other(
+    some: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    some.put(runtime("p", "prefill"), runtime("d", "decode"), proxy())
+    some.api.put("old", NAMESPACE, "pdruntimes", spec={"role": ["of", "another", "version"]})
+    some.api.put("older", NAMESPACE, "pdproxies")
+    async with some.operating() as operator:
+        await until(lambda: len(some.of("deployments")) == 3)
+        lines = [one.getMessage() for one in caplog.records if "can't be read" in one.getMessage()]
+        assert any(line.startswith("PDRuntime llm/old can't be read") for line in lines)
+        assert any(line.startswith("PDProxy llm/older can't be read") for line in lines)
+        assert "pdproxy_operator_unreadable_objects 2.0" in str(operator.answers()["/metrics"]())
+        some.put(runtime("old", "decode"))
+        await until(lambda: len(some.of("deployments")) == 4)
+        assert "pdproxy_operator_unreadable_objects 1.0" in str(operator.answers()["/metrics"]())
+
+
+async def test_a_cluster_without_an_api_has_the_rest(some: Cluster) -> None:
+    some.api.absent = {"leaderworkersets", "httproutes", "podmonitors"}
+    route = {"parentRefs": [{"name": "gateway"}], "hostnames": []}
+    some.put(runtime("p", "prefill"), runtime("d", "decode"), proxy(route=route))
+    async with some.operating():
+        await until(lambda: some.of("pdproxies")["pdproxy"].get("status"))
+        await some.calm()
+        conditions = str(some.of("pdproxies")["pdproxy"]["status"]["conditions"])
+        assert "This cluster has no HTTPRoute (gateway.networking.k8s.io/v1)." in conditions
+        assert len(some.of("deployments")) == 2, "of engines alone"
+
+
+def change(of: Cluster, chance: random.Random) -> None:
+    """Have a user change something."""
+    image = chance.choice((NEW, "vllm/vllm-openai:v0.32.0"))
+    counts = [chance.randrange(1, 4) for _ in range(2)]
+    of.put(
+        runtime("p", "prefill", image=image, replicas=counts[0]),
+        runtime("d", "decode", image=image, replicas=counts[1]),
+        proxy(replicas=chance.randrange(1, 4)),
+    )
+    if chance.random() < 0.3:
+        of.put(runtime("alone", "aggregated", own_labels={}))
+    elif ("pdruntimes", NAMESPACE, "alone") in of.api.objects and chance.random() < 0.3:
+        of.api.delete("alone", NAMESPACE, "pdruntimes")
+
+
+def last(of: Cluster) -> None:
+    """Have what a user wants in the end."""
+    of.put(
+        runtime("p", "prefill", image=NEW, replicas=2),
+        runtime("d", "decode", image=NEW, replicas=3),
+        proxy(config={"limits": {"max_inflight": 100}}),
+        runtime("alone", "aggregated", own_labels={}),
+    )
+
+
+async def test_an_operator_that_is_killed_50_times_converges(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    async with cluster(tmp_path / "a") as some:
+        last(some)
+        async with some.operating():
+            await until(lambda: len(some.of("deployments")) == 4)
+            await some.calm()
+        wanted = some.shown()
+    chance = random.Random(7)
+    async with cluster(tmp_path / "b") as some:
+        for _ in range(50):
+            change(some, chance)
+            await some.killed_at_random(chance, 600)
+        last(some)
+        async with some.operating():
+            await until(lambda: some.shown() == wanted)
+            await some.calm()
+        found = some.shown()
+        for key in found.keys() | wanted.keys():
+            assert found.get(key) == wanted.get(key), key
