@@ -7,7 +7,9 @@ of the chart, and are below this folder. A file that the chart shares with the o
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+from pdproxy_operator import definitions
 from tests.chart.render import ROOT, text_of
 from tests.chart.sets import SETS
 
@@ -39,6 +41,10 @@ FILES: dict[str, Callable[[], str]] = {
     "tests/chart/golden/pods_of_two_namespaces.yaml": lambda: text_of(
         SETS["pods that are there, of two namespaces"]
     ),
+    **{
+        f"configs/chart-operator/files/{name}.yaml": partial(definitions.text_of, name)
+        for name in definitions.NAMES
+    },
 }
 
 if __name__ == "__main__":

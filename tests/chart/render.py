@@ -22,6 +22,7 @@ from tests.chart.programs import program
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "configs" / "chart"
+OPERATOR = ROOT / "configs" / "chart-operator"
 VERSIONS = tuple(f"1.{minor}" for minor in range(28, 38))
 """The versions of Kubernetes whose schemas are here, and which Chart.yaml allows."""
 CUSTOM = {
@@ -59,24 +60,30 @@ def helm(*words: str) -> str:
     return done.stdout
 
 
-def text_of(values: Values, *words: str, release: str = "pdproxy", namespace: str = "llm") -> str:
+def text_of(
+    values: Values,
+    *words: str,
+    release: str = "pdproxy",
+    namespace: str = "llm",
+    chart: Path = CHART,
+) -> str:
     """Return the objects of a release as Helm prints them."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(values, file)
         file.flush()
         return helm(
-            *("template", release, str(CHART), "--namespace", namespace, "-f", file.name, *words)
+            *("template", release, str(chart), "--namespace", namespace, "-f", file.name, *words)
         )
 
 
-def rendered(values: Values, *, release: str = "pdproxy") -> Objects:
+def rendered(values: Values, *, release: str = "pdproxy", chart: Path = CHART) -> Objects:
     """Return the objects of a release."""
-    return copy.deepcopy(_rendered(json.dumps(values), release))
+    return copy.deepcopy(_rendered(json.dumps(values), release, chart))
 
 
 @cache
-def _rendered(values: str, release: str) -> Objects:
-    text = text_of(json.loads(values), release=release)
+def _rendered(values: str, release: str, chart: Path) -> Objects:
+    text = text_of(json.loads(values), release=release, chart=chart)
     return [one for one in yaml.load_all(text, yaml.CSafeLoader) if one is not None]
 
 
