@@ -54,28 +54,28 @@ SETS: dict[str, dict[str, Any]] = {
     },
 }
 DEFINITION = "CustomResourceDefinition"
-ALL = ("create", "delete", "list", "patch", "watch")
+ALL = ("create", "delete", "get", "list", "patch", "watch")
 RIGHTS = {
     "pdproxy.dev/pdruntimes": ("list", "watch"),
     "pdproxy.dev/pdproxies": ("list", "watch"),
     "pdproxy.dev/pdruntimes/scale": ("patch",),
     "pdproxy.dev/pdruntimes/status": ("patch",),
     "pdproxy.dev/pdproxies/status": ("patch",),
-    "pdproxy.dev/pdruntimes/finalizers": ("update",),
-    "pdproxy.dev/pdproxies/finalizers": ("update",),
     "/pods": ("list", "patch", "watch"),
     "/configmaps": ALL,
     "/services": ALL,
     "/serviceaccounts": ALL,
     "apps/deployments": ALL,
+    "apps/deployments/scale": ("patch",),
     "gateway.networking.k8s.io/httproutes": ALL,
     "leaderworkerset.x-k8s.io/leaderworkersets": ALL,
+    "leaderworkerset.x-k8s.io/leaderworkersets/scale": ("patch",),
     "monitoring.coreos.com/podmonitors": ALL,
     "networking.k8s.io/networkpolicies": ALL,
     "policy/poddisruptionbudgets": ALL,
     "rbac.authorization.k8s.io/rolebindings": ALL,
     "rbac.authorization.k8s.io/roles": ALL,
-    "events.k8s.io/events": ("create", "patch"),
+    "events.k8s.io/events": ("create",),
 }
 
 
