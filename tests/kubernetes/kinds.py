@@ -30,7 +30,8 @@ _PROTOBUF = "application/vnd.kubernetes.protobuf"
 class Kind(NamedTuple):
     """A kind as clients know it. `version`: `v1`, or with its group. `has_status`: whether its
     status is written for itself, at `/status`; `is_scaled`: whether it has `/scale`. `is_own`:
-    whether the server knows it by this name, by a definition of pdproxy's.
+    whether the server knows it by this name, by a definition of pdproxy's; `has_namespaces`:
+    whether its objects are in one.
     """
 
     version: str
@@ -39,6 +40,7 @@ class Kind(NamedTuple):
     has_status: bool = False
     is_scaled: bool = False
     is_own: bool = False
+    has_namespaces: bool = True
 
     @property
     def group(self) -> str:
@@ -79,6 +81,13 @@ KINDS = (
     Kind("monitoring.coreos.com/v1", "PodMonitor", "podmonitors"),
     Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),
     Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets"),
+    Kind("rbac.authorization.k8s.io/v1", "ClusterRole", "clusterroles", has_namespaces=False),
+    Kind(
+        "rbac.authorization.k8s.io/v1",
+        "ClusterRoleBinding",
+        "clusterrolebindings",
+        has_namespaces=False,
+    ),
     Kind("rbac.authorization.k8s.io/v1", "Role", "roles"),
     Kind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings"),
 )
@@ -106,7 +115,7 @@ def _definition(kind: Kind) -> dict[str, Any]:
         "metadata": {"name": f"{kind.plural}.{kind.group}"},
         "spec": {
             "group": kind.group,
-            "scope": "Namespaced",
+            "scope": "Namespaced" if kind.has_namespaces else "Cluster",
             "names": names,
             "versions": [version],
         },
@@ -259,7 +268,12 @@ class Front:
             verbs = ["create", "delete", "get", "list", "patch", "update", "watch"]
             of = [one for one in KINDS if one.path == path]
             found = [
-                {"name": one.plural, "kind": one.kind, "namespaced": True, "verbs": verbs}
+                {
+                    "name": one.plural,
+                    "kind": one.kind,
+                    "namespaced": one.has_namespaces,
+                    "verbs": verbs,
+                }
                 for one in of
             ]
             return {

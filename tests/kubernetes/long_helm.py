@@ -1,5 +1,6 @@
 """Helm installs the chart into a real API server, changes nothing by an upgrade without changes,
-has one with changes, goes back, and leaves nothing behind.
+has one with changes, goes back, and leaves nothing behind; of the operator's chart it leaves what
+users have made.
 """
 
 # Run by `.ci/full kubernetes`. No pod starts: there is no kubelet, and Helm does not wait.
@@ -16,9 +17,9 @@ import aiohttp
 import pytest
 import yaml
 
-from tests.chart.render import CHART, Values, helm, rendered
+from tests.chart.render import CHART, OPERATOR, Values, helm, rendered
 from tests.kubernetes.build import ensure
-from tests.kubernetes.cluster import Cluster
+from tests.kubernetes.cluster import DEFINITIONS, Cluster
 from tests.kubernetes.kinds import KINDS, Front, front_of
 
 pytestmark = pytest.mark.timeout(600)
@@ -33,11 +34,17 @@ Objects = dict[tuple[str, str], dict[str, Any]]
 
 
 @pytest.fixture
-async def front(tmp_path: Path) -> AsyncIterator[Front]:
+async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
     folder = tmp_path / "cluster"
     folder.mkdir()
-    cluster = Cluster(await asyncio.to_thread(ensure), folder)
-    async with cluster.running(), front_of(cluster) as made:
+    made = Cluster(await asyncio.to_thread(ensure), folder)
+    async with made.running():
+        yield made
+
+
+@pytest.fixture
+async def front(cluster: Cluster) -> AsyncIterator[Front]:
+    async with front_of(cluster) as made:
         for kind in KINDS:  # a definition takes a moment
             await _served(cluster, f"{kind.there}/{kind.plural}")
         yield made
@@ -115,3 +122,41 @@ async def test_a_release_lives(front: Front, tmp_path: Path) -> None:
 
     await run(front, tmp_path, "uninstall", "pdproxy")
     assert await front.objects() == {}
+
+
+async def test_what_users_have_made_outlives_the_operators_release(
+    front: Front, cluster: Cluster, tmp_path: Path
+) -> None:
+    name = "pdproxy-operator"
+    objects_of_release = {
+        (one["kind"], one["metadata"]["name"])
+        for one in rendered({}, release=name, chart=OPERATOR)
+        if one["kind"] != "CustomResourceDefinition"
+    }
+    await run(front, tmp_path, "install", name, str(OPERATOR), values={})
+    assert own(await front.objects()).keys() == objects_of_release
+    path = "/apis/pdproxy.dev/v1alpha1/namespaces/llm/pdruntimes"
+    await _served(cluster, path)
+    spec = {"role": "decode", "model": {"name": "m"}, "image": "i"}
+    runtime = {"apiVersion": "pdproxy.dev/v1alpha1", "kind": "PDRuntime", "spec": spec}
+    made = await cluster.ask("POST", path, {**runtime, "metadata": {"name": "one"}})
+
+    first = await generations(cluster)
+    await run(front, tmp_path, "upgrade", name, str(OPERATOR), values={})
+    assert await generations(cluster) == first
+
+    said = await run(front, tmp_path, "uninstall", name)
+    assert said.count("[CustomResourceDefinition]") == 2, said
+    assert await front.objects() == {}
+    assert await generations(cluster) == first
+    await run(front, tmp_path, "install", name, str(OPERATOR), values={})
+    other = {"definitions": {"install": False}, "watchNamespaces": ["llm"]}
+    await run(front, tmp_path, "install", "other", str(OPERATOR), values=other)
+    assert await cluster.ask("GET", f"{path}/one") == made
+
+
+async def generations(cluster: Cluster) -> dict[str, int]:
+    """How often each definition of pdproxy's has changed."""
+    found = (await cluster.ask("GET", DEFINITIONS))["items"]
+    names = {one["metadata"]["name"]: one["metadata"]["generation"] for one in found}
+    return {name: number for name, number in names.items() if name.endswith(".pdproxy.dev")}
