@@ -145,12 +145,16 @@ async def test_what_users_have_made_outlives_the_operators_release(
     await run(front, tmp_path, "upgrade", name, str(OPERATOR), values={})
     assert await generations(cluster) == first
 
+    other = {"definitions": {"install": False}, "watchNamespaces": ["llm"]}
+    await run(front, tmp_path, "upgrade", name, str(OPERATOR), values=other)
+    assert await generations(cluster) == first
+    await run(front, tmp_path, "rollback", name, "1")
+
     said = await run(front, tmp_path, "uninstall", name)
     assert said.count("[CustomResourceDefinition]") == 2, said
     assert await front.objects() == {}
     assert await generations(cluster) == first
     await run(front, tmp_path, "install", name, str(OPERATOR), values={})
-    other = {"definitions": {"install": False}, "watchNamespaces": ["llm"]}
     await run(front, tmp_path, "install", "other", str(OPERATOR), values=other)
     assert await cluster.ask("GET", f"{path}/one") == made
 
