@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
+from pdproxy.cli.commands import parser_for
 from pdproxy_operator import definitions
+from pdproxy_operator.kinds import WRITTEN
 from tests.chart.pod_security import against_restricted
 from tests.chart.render import (
     CHART,
@@ -207,6 +209,23 @@ def test_the_secret_is_a_file_and_the_metrics_are_read() -> None:
     assert selected <= pod["metadata"]["labels"].items()
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     assert endpoint["port"] in [port["name"] for port in container["ports"]]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_command_knows_its_options(name: str) -> None:
+    words = words_of(objects_of(name))
+    given = parser_for(words).parse_args(words)
+    values = SETS[name]
+    assert given.namespace == sorted(set(values.get("watchNamespaces", [])))
+    assert given.leader_elect == (values.get("replicas", 1) > 1)
+    assert given.listen.endswith(":8080")
+    assert (given.secret_file is None) == ("metricsSecret" not in values)
+    assert given.log_level == values.get("log", {}).get("level", "info")
+
+
+def test_each_kind_that_the_operator_writes_is_among_the_rights() -> None:
+    wanted = {f"{kind.group}/{kind.plural}" for kind in WRITTEN}
+    assert wanted == {name for name, verbs in RIGHTS.items() if verbs == ALL}
 
 
 def words_of(objects: Objects) -> list[str]:
