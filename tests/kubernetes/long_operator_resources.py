@@ -25,6 +25,7 @@ from tests.chart.programs import program
 from tests.kubernetes.build import ensure
 from tests.kubernetes.cluster import DEFINITIONS, Cluster
 from tests.kubernetes.kinds import Front, front_of
+from tests.operator.sets import SETS
 
 pytestmark = pytest.mark.timeout(600)
 COLLECTION = f"/apis/{API_VERSION}/namespaces/default"
@@ -86,6 +87,15 @@ async def test_good_resources_are_taken_and_filled_in(cluster: Cluster) -> None:
         read: Any = msgspec.convert(stored, Runtime if case["kind"] == "PDRuntime" else Proxy)
         assert read.metadata.generation == 1, what
         await cluster.ask("DELETE", f"{path}/{thing['metadata']['name']}")
+
+
+async def test_what_the_operators_other_tests_read_is_taken(cluster: Cluster) -> None:
+    for name, resources in SETS.items():
+        for kind, ones in (("PDRuntime", resources.runtimes), ("PDProxy", resources.proxies)):
+            for one in ones:
+                thing = resource(kind, one.metadata.name, msgspec.to_builtins(one.spec))
+                said = await refusal(cluster, "POST", f"{COLLECTION}/{PLURALS[kind]}", thing)
+                assert said == [], (name, thing)
 
 
 async def test_bad_resources_are_refused_with_a_sentence(cluster: Cluster) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from pdproxy_operator.resources import Proxy, Runtime
+from tests.operator.filled import filled, schema_of
 
 IMAGE = "vllm/vllm-openai:v0.32.0"
-ARGS_WITHOUT_KV = ["--max-num-seqs", "--max-model-len", "--gpu-memory-utilization"]
 
 
 def runtime(name: str, role: str, **more: Any) -> Runtime:
@@ -19,29 +19,11 @@ def runtime(name: str, role: str, **more: Any) -> Runtime:
         "role": role,
         "model": {"name": "Qwen/Qwen3-0.6B"},
         "image": IMAGE,
-        "replicas": 1,
-        "connector": "nixl",
-        "servesWhole": False,
-        "simulated": False,
-        "tensorParallelSize": 1,
-        "dataParallelSize": 1,
-        "groupSize": 1,
-        "sideChannelPort": 5600,
-        "startSeconds": 1800,
-        "terminationGracePeriodSeconds": 370,
-        "drain": {"seconds": 310},
-        "args": [],
-        "env": [],
-        "argsWithoutKv": ARGS_WITHOUT_KV,
-        "gpuResource": "nvidia.com/gpu",
-        "kvTransferConfig": {},
-        "resources": {},
-        "labels": {},
-        "template": {},
         **more,
     }
     metadata = {"name": name, "namespace": "llm", "uid": f"uid-of-{name}", "labels": labels}
-    return msgspec.convert({"metadata": metadata, "spec": spec}, Runtime)
+    thing = {"metadata": metadata, "spec": spec}
+    return msgspec.convert(filled(thing, schema_of("pdruntimes")), Runtime)
 
 
 def proxy(name: str = "pdproxy", **more: Any) -> Proxy:
@@ -49,16 +31,8 @@ def proxy(name: str = "pdproxy", **more: Any) -> Proxy:
     spec = {
         "runtimeSelector": {"matchLabels": {"model": "qwen"}},
         "image": "pdproxy:0.1.0",
-        "replicas": 2,
-        "config": {},
-        "service": {"type": "ClusterIP", "port": 80},
-        "rollout": {"order": "pairs"},
-        "resources": {
-            "requests": {"cpu": "1", "memory": "512Mi"},
-            "limits": {"memory": "2Gi"},
-        },
-        "template": {},
         **more,
     }
     metadata = {"name": name, "namespace": "llm", "uid": f"uid-of-{name}", "labels": {}}
-    return msgspec.convert({"metadata": metadata, "spec": spec}, Proxy)
+    thing = {"metadata": metadata, "spec": spec}
+    return msgspec.convert(filled(thing, schema_of("pdproxies")), Proxy)

@@ -5,7 +5,6 @@ and fills in; and the form that Kubernetes demands of them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import jsonschema
 import msgspec
@@ -16,8 +15,8 @@ from msgspec import inspect
 from pdproxy_operator import definitions
 from pdproxy_operator.resources import GROUP, VERSION, Proxy, Runtime
 from tests.chart.render import VERSIONS, mistakes
+from tests.operator.filled import Schema, filled, schema_of
 
-Schema = dict[str, Any]
 KINDS = {"pdruntimes": Runtime, "pdproxies": Proxy}
 SIMPLE = {
     inspect.StrType: "string",
@@ -26,18 +25,6 @@ SIMPLE = {
     inspect.BoolType: "boolean",
 }
 UNKNOWN = "x-kubernetes-preserve-unknown-fields"
-
-
-def definition(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(definitions.text_of(name))
-    return found
-
-
-def schema(name: str) -> Schema:
-    (version,) = definition(name)["spec"]["versions"]
-    assert version["name"] == VERSION
-    found: Schema = version["schema"]["openAPIV3Schema"]
-    return found
 
 
 def nodes(one: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
@@ -90,7 +77,7 @@ def _differences_of_fields(of: inspect.StructType, one: Schema, path: str) -> It
 def test_the_operator_reads_each_field_as_it_is_defined(name: str) -> None:
     of = inspect.type_info(KINDS[name])
     assert isinstance(of, inspect.StructType)
-    whole = schema(name)["properties"]
+    whole = schema_of(name)["properties"]
     found = [
         one
         for field in of.fields
@@ -102,7 +89,7 @@ def test_the_operator_reads_each_field_as_it_is_defined(name: str) -> None:
 
 @pytest.mark.parametrize("name", definitions.NAMES)
 def test_each_field_is_explained(name: str) -> None:
-    for path, one in nodes(schema(name)):
+    for path, one in nodes(schema_of(name)):
         if path.startswith(".metadata") or path.endswith(("[]", "{}")):
             continue
         said = one.get("description", "")
@@ -112,7 +99,7 @@ def test_each_field_is_explained(name: str) -> None:
 
 @pytest.mark.parametrize("name", definitions.NAMES)
 def test_what_kubernetes_demands_of_a_schema(name: str) -> None:
-    for path, one in nodes(schema(name)):
+    for path, one in nodes(schema_of(name)):
         assert "type" in one, path
         assert not {"$ref", "definitions", "uniqueItems", "allOf", "oneOf"} & one.keys(), path
         assert not {"properties", "additionalProperties"} <= one.keys(), path
@@ -133,13 +120,16 @@ def test_kubernetes_takes_the_definitions(version: str) -> None:
     documents = list(yaml.safe_load_all(definitions.text()))
     assert [one["metadata"]["name"] for one in documents] == [f"{name}.{GROUP}" for name in KINDS]
     for one in documents:
+        assert one["spec"]["versions"][0]["name"] == VERSION
         assert mistakes(one, version) == []
 
 
 def test_a_default_is_what_the_operator_gets() -> None:
     """An object with nothing but what must be given, filled in as the API server does it."""
     spec = {"role": "prefill", "model": {"name": "m"}, "image": "i"}
-    runtime = msgspec.convert(filled({"metadata": {}, "spec": spec}, schema("pdruntimes")), Runtime)
+    runtime = msgspec.convert(
+        filled({"metadata": {}, "spec": spec}, schema_of("pdruntimes")), Runtime
+    )
     assert runtime.spec.drain.seconds == 310
     assert runtime.spec.args_without_kv
     spec = {
@@ -147,16 +137,7 @@ def test_a_default_is_what_the_operator_gets() -> None:
         "image": "i",
         "clientKeys": {"name": "k"},
     }
-    proxy = msgspec.convert(filled({"metadata": {}, "spec": spec}, schema("pdproxies")), Proxy)
+    proxy = msgspec.convert(filled({"metadata": {}, "spec": spec}, schema_of("pdproxies")), Proxy)
     assert (proxy.spec.service.port, proxy.spec.rollout.order) == (80, "pairs")
     assert proxy.spec.client_keys is not None
     assert proxy.spec.client_keys.key == "keys"
-
-
-def filled(thing: Any, one: Schema) -> Any:
-    """Return a value with the defaults of its schema."""
-    if not isinstance(thing, dict):
-        return thing
-    fields = one.get("properties", {})
-    given = {name: field["default"] for name, field in fields.items() if "default" in field}
-    return {name: filled(value, fields.get(name, {})) for name, value in {**given, **thing}.items()}
