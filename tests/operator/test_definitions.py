@@ -4,6 +4,7 @@ and fills in; and the form that Kubernetes demands of them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import jsonschema
@@ -14,7 +15,7 @@ from msgspec import inspect
 
 from pdproxy_operator import definitions
 from pdproxy_operator.resources import GROUP, VERSION, Proxy, Runtime
-from tests.chart.render import VERSIONS, mistakes
+from tests.chart.render import CHART, VERSIONS, mistakes
 from tests.operator.filled import Schema, filled, schema_of
 
 KINDS = {"pdruntimes": Runtime, "pdproxies": Proxy}
@@ -141,3 +142,25 @@ def test_a_default_is_what_the_operator_gets() -> None:
     assert (proxy.spec.service.port, proxy.spec.rollout.order) == (80, "pairs")
     assert proxy.spec.client_keys is not None
     assert proxy.spec.client_keys.key == "keys"
+
+
+def test_engines_and_proxies_are_as_the_charts() -> None:
+    """Who goes from the chart to the operator, or back, needs to change no more than the form."""
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    theirs = values["engineDefaults"]
+    ours = filled({"role": "any"}, schema_of("pdruntimes")["properties"]["spec"])
+    assert len(theirs.keys() & ours.keys()) > 10
+    for name in theirs.keys() & ours.keys() - {"model", "argsWithoutKv"}:
+        assert ours[name] == theirs[name], name
+    # the operator sets that flag alone
+    assert {*ours["argsWithoutKv"], "--shutdown-timeout"} == {*theirs["argsWithoutKv"]}
+    seconds = json.loads((CHART / "files" / "seconds.json").read_text())["deadlines"]
+    assert ours["drain"]["seconds"] == seconds["engine_drain"] + 10
+    assert ours["terminationGracePeriodSeconds"] == ours["drain"]["seconds"] + 60
+    image = schema_of("pdruntimes")["properties"]["spec"]["properties"]["image"]["description"]
+    assert f"{theirs['image']['repository']}:{theirs['image']['tag']}" in image
+
+    proxies = filled({}, schema_of("pdproxies")["properties"]["spec"])
+    for name in ("replicas", "resources", "config"):
+        assert proxies[name] == values[name], name
+    assert proxies["service"].items() <= values["service"].items()
