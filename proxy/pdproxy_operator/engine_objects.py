@@ -56,7 +56,6 @@ def _deployment(runtime: Runtime, pod: Object, replicas: int) -> Object:
     name, revision = runtime.metadata.name, pod["metadata"]["labels"][REVISION]
     return owned(
         runtime,
-        "apps/v1",
         "Deployment",
         deployment_name(name, revision),
         _labels(pod),
@@ -83,7 +82,6 @@ def _groups(runtime: Runtime, pod: Object, replicas: int) -> Object:
     name, revision = runtime.metadata.name, pod["metadata"]["labels"][REVISION]
     return owned(
         runtime,
-        "leaderworkerset.x-k8s.io/v1",
         "LeaderWorkerSet",
         deployment_name(name, revision),
         _labels(pod),
@@ -115,7 +113,6 @@ def _budget(runtime: Runtime) -> Object:
     name = runtime.metadata.name
     return owned(
         runtime,
-        "policy/v1",
         "PodDisruptionBudget",
         engines_name(name),
         spec={"maxUnavailable": 1, "selector": {"matchLabels": {RUNTIME: name}}},
@@ -138,7 +135,6 @@ def _network_policy(runtime: Runtime, proxies: Sequence[Proxy]) -> Iterator[Obje
     ]
     yield owned(
         runtime,
-        "networking.k8s.io/v1",
         "NetworkPolicy",
         engines_name(name),
         spec={
@@ -156,4 +152,4 @@ def _prestop(runtime: Runtime, proxies: Sequence[Proxy]) -> Object:
     script = files("pdproxy_operator").joinpath("prestop.sh").read_text(encoding="utf-8")
     services = " ".join(sorted(url_of_all(one) for one in proxies))
     data = {"prestop.sh": script, "variables": f"PDPROXY_SERVICES='{services}'\n"}
-    return owned(runtime, "v1", "ConfigMap", prestop_name(runtime.metadata.name), data=data)
+    return owned(runtime, "ConfigMap", prestop_name(runtime.metadata.name), data=data)

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
+from pdproxy_operator.kinds import WRITTEN
 from pdproxy_operator.names import MANAGED_BY, MANAGER, PROXY, RUNTIME
 from pdproxy_operator.resources import API_VERSION, Object, Proxy, Runtime
+
+_VERSIONS = {one.kind: one.version for one in WRITTEN}
 
 
 def owned(
     owner: Runtime | Proxy,
-    api_version: str,
     kind: str,
     name: str,
     labels: dict[str, str] | None = None,
     **parts: Any,
 ) -> Object:
-    """Return an object in the namespace of its owner, with which it is deleted. `parts`: what it
-    has beside its metadata.
+    """Return an object in the namespace of its owner, with which it is deleted. `labels`: more of
+    them; `parts`: what it has beside its metadata. KeyError: the operator writes no such kind.
     """
     metadata = owner.metadata
     return {
-        "apiVersion": api_version,
+        "apiVersion": _VERSIONS[kind],
         "kind": kind,
         "metadata": {
             "name": name,
             "namespace": metadata.namespace,
-            "labels": {**own_labels(owner), **(labels or {})},
+            "labels": {**(labels or {}), **own_labels(owner)},
             "ownerReferences": [
                 {
                     "apiVersion": API_VERSION,
@@ -34,7 +36,6 @@ def owned(
                     "name": metadata.name,
                     "uid": metadata.uid,
                     "controller": True,
-                    "blockOwnerDeletion": True,
                 }
             ],
         },

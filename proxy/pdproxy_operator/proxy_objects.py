@@ -18,7 +18,6 @@ from pdproxy_operator.proxy_settings import ProxySettings, port_of, proxy_settin
 from pdproxy_operator.resources import Object, Proxy
 
 _RBAC = "rbac.authorization.k8s.io"
-_MONITORING = "monitoring.coreos.com/v1"
 _SCRAPE_INTERVAL = "15s"
 
 
@@ -36,7 +35,6 @@ def proxy_objects(proxy: Proxy, pools: Sequence[Pool], key_hash: str | None) -> 
         *_services(proxy),
         owned(
             proxy,
-            "policy/v1",
             "PodDisruptionBudget",
             proxy.metadata.name,
             spec={"maxUnavailable": 1, "selector": {"matchLabels": _selector(proxy)}},
@@ -54,11 +52,11 @@ def _selector(proxy: Proxy) -> dict[str, str]:
 def _settings_and_rights(proxy: Proxy, settings: ProxySettings) -> Iterator[Object]:
     name = proxy.metadata.name
     text = yaml.safe_dump(settings.content, allow_unicode=True)
-    yield owned(proxy, "v1", "ConfigMap", name, data={"pdproxy.yaml": text})
-    yield owned(proxy, "v1", "ServiceAccount", name, automountServiceAccountToken=False)
+    yield owned(proxy, "ConfigMap", name, data={"pdproxy.yaml": text})
+    yield owned(proxy, "ServiceAccount", name, automountServiceAccountToken=False)
     if settings.finds_pods:
         rules = [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
-        yield owned(proxy, f"{_RBAC}/v1", "Role", name, rules=rules)
+        yield owned(proxy, "Role", name, rules=rules)
         account = {
             "kind": "ServiceAccount",
             "name": name,
@@ -66,7 +64,6 @@ def _settings_and_rights(proxy: Proxy, settings: ProxySettings) -> Iterator[Obje
         }
         yield owned(
             proxy,
-            f"{_RBAC}/v1",
             "RoleBinding",
             name,
             roleRef={"apiGroup": _RBAC, "kind": "Role", "name": name},
@@ -77,7 +74,6 @@ def _settings_and_rights(proxy: Proxy, settings: ProxySettings) -> Iterator[Obje
 def _deployment(proxy: Proxy, settings: ProxySettings) -> Object:
     return owned(
         proxy,
-        "apps/v1",
         "Deployment",
         proxy.metadata.name,
         spec={
@@ -98,7 +94,7 @@ def _services(proxy: Proxy) -> Iterator[Object]:
     def service(name: str, port: int, **more: object) -> Object:
         ports = [{"name": "http", "port": port, "targetPort": "http", "protocol": "TCP"}]
         spec = {"selector": _selector(proxy), "ports": ports, **more}
-        return owned(proxy, "v1", "Service", name, spec=spec)
+        return owned(proxy, "Service", name, spec=spec)
 
     yield service(name, proxy.spec.service.port, type=proxy.spec.service.type)
     # An address for each proxy that is ready: replicas.name of the settings.
@@ -123,7 +119,7 @@ def _network_policy(proxy: Proxy, settings: ProxySettings) -> Object:
             {"ports": [{"port": port, "protocol": "TCP"} for port in (443, 6443)]},
             {"to": [{"podSelector": {}}]},
         ]
-    return owned(proxy, "networking.k8s.io/v1", "NetworkPolicy", proxy.metadata.name, spec=spec)
+    return owned(proxy, "NetworkPolicy", proxy.metadata.name, spec=spec)
 
 
 def _route(proxy: Proxy) -> Iterator[Object]:
@@ -139,7 +135,7 @@ def _route(proxy: Proxy) -> Iterator[Object]:
     spec: Object = {"parentRefs": route.parent_refs, "rules": [rule]}
     if route.hostnames:
         spec["hostnames"] = route.hostnames
-    yield owned(proxy, "gateway.networking.k8s.io/v1", "HTTPRoute", name, spec=spec)
+    yield owned(proxy, "HTTPRoute", name, spec=spec)
 
 
 def _monitors(proxy: Proxy, pools: Sequence[Pool]) -> Iterator[Object]:
@@ -165,7 +161,7 @@ def _monitors(proxy: Proxy, pools: Sequence[Pool]) -> Iterator[Object]:
         "selector": {"matchLabels": _selector(proxy)},
         "podMetricsEndpoints": [of_proxies],
     }
-    yield owned(proxy, _MONITORING, "PodMonitor", name, monitor.labels, spec=spec)
+    yield owned(proxy, "PodMonitor", name, monitor.labels, spec=spec)
     runtimes = sorted(one.metadata.name for pool in pools for one in pool.runtimes)
     if runtimes:
         chosen = {"key": RUNTIME, "operator": "In", "values": runtimes}
@@ -174,4 +170,4 @@ def _monitors(proxy: Proxy, pools: Sequence[Pool]) -> Iterator[Object]:
             "podTargetLabels": [ROLE, MODEL, REVISION],
             "podMetricsEndpoints": [endpoint("vllm")],
         }
-        yield owned(proxy, _MONITORING, "PodMonitor", f"{name}-engines", monitor.labels, spec=spec)
+        yield owned(proxy, "PodMonitor", f"{name}-engines", monitor.labels, spec=spec)

@@ -9,11 +9,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import yaml
 
+from pdproxy_operator.engine_objects import engine_objects
+from pdproxy_operator.pools import pools_of, selected_pools
+from pdproxy_operator.proxy_objects import proxy_objects
+from pdproxy_operator.resources import Runtime
 from tests.chart.pod_security import against_baseline, against_restricted
 from tests.chart.render import CUSTOM, ROOT, mistakes
 from tests.operator.generate import FOLDER, text_of
-from tests.operator.resources import proxy
+from tests.operator.resources import proxy, runtime
 from tests.operator.sets import SETS, objects_of
 from tests.unit.test_configs import simulated
 
@@ -166,3 +171,57 @@ def test_other_proxies_start_no_engine_anew() -> None:
         SETS[name].proxies.pop()
     assert after.pop("second")
     assert after == before
+
+
+def one_of(objects: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
+    (found,) = (one for one in objects if (one["kind"], one["metadata"]["name"]) == (kind, name))
+    return found
+
+
+def test_engines_without_proxies_are_open_to_those_who_use_them() -> None:
+    one = runtime("alone", "any")
+    ((_, pool),) = pools_of([], [one])
+    kinds = [it["kind"] for it in engine_objects(one, pool, [], {pool.revision: 1})]
+    assert kinds == ["ConfigMap", "Deployment", "PodDisruptionBudget"]
+
+
+def test_a_revision_that_has_no_engines_yet_has_none() -> None:
+    one = runtime("one", "any", replicas=3)
+    ((_, pool),) = pools_of([], [one])
+    objects = engine_objects(one, pool, [], {"0123456789": 3})
+    assert one_of(objects, "Deployment", f"one-{pool.revision}")["spec"]["replicas"] == 0
+
+
+def test_other_engines_replace_no_proxy_and_other_settings_do() -> None:
+    prefill, decode = SETS["2p2d"].runtimes
+
+    def checksum(*more: Runtime, **changes: Any) -> str:
+        front = proxy("front", **changes)
+        pools = selected_pools(front, [prefill, decode, *more])
+        template = one_of(proxy_objects(front, pools, None), "Deployment", "front")["spec"]
+        return str(template["template"]["metadata"]["annotations"]["checksum/config"])
+
+    assert checksum(runtime("d2", "decode", labels={"rack": "r1"})) == checksum()
+    assert checksum(config={"deadlines": {"drain": 90}}) != checksum()
+    assert checksum(runtime("big", "any", model={"name": "big"})) != checksum()
+
+
+def test_the_proxies_know_the_operators_key() -> None:
+    """By its digest, beside those of others: the operator reads their metrics."""
+    others = ["b" * 64]
+    front = proxy("front", config={"auth": {"reader_key_digests": others}})
+    pools = selected_pools(front, SETS["2p2d"].runtimes)
+    settings = one_of(proxy_objects(front, pools, "a" * 64), "ConfigMap", "front")["data"]
+    auth = yaml.safe_load(settings["pdproxy.yaml"])["auth"]
+    assert auth == {"reader_key_digests": ["a" * 64, *others]}
+
+
+def test_nobody_takes_an_object_from_the_operator_by_its_labels() -> None:
+    labels = {"pdproxy.dev/proxy": "x", "app.kubernetes.io/managed-by": "x", "release": "y"}
+    front = proxy("front", monitor={"labels": labels})
+    objects = proxy_objects(front, selected_pools(front, SETS["2p2d"].runtimes), None)
+    assert one_of(objects, "PodMonitor", "front-engines")["metadata"]["labels"] == {
+        "pdproxy.dev/proxy": "front",
+        "app.kubernetes.io/managed-by": "pdproxy-operator",
+        "release": "y",
+    }
