@@ -30,6 +30,7 @@ _STOP_SECONDS = 30
 """For which vLLM ends what it still has, behind preStop (--shutdown-timeout)."""
 _MOONCAKE_KV_SECONDS = 490
 """For how long an engine may have KV that nobody reads: 480 s, not 30 as with other connectors."""
+_KEY = "VLLM_API_KEY"
 _HEALTH: Object = {
     "httpGet": {"path": "/health", "port": "http"},
     "periodSeconds": 5,
@@ -167,9 +168,9 @@ def _env(spec: RuntimeSpec, key: SecretKey | None) -> Iterator[Object]:
     if not spec.simulated:
         yield {"name": "VLLM_NIXL_SIDE_CHANNEL_HOST", "value": "$(POD_IP)"}
         yield {"name": "VLLM_NIXL_SIDE_CHANNEL_PORT", "value": str(spec.side_channel_port)}
-    if key is not None:
+    if key is not None and all(one["name"] != _KEY for one in spec.env):
         reference = {"name": key.name, "key": key.key}
-        yield {"name": "VLLM_API_KEY", "valueFrom": {"secretKeyRef": reference}}
+        yield {"name": _KEY, "valueFrom": {"secretKeyRef": reference}}
     yield from spec.env
 
 

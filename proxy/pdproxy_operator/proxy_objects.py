@@ -157,6 +157,10 @@ def _monitors(proxy: Proxy, pools: Sequence[Pool]) -> Iterator[Object]:
     if scheme_of(proxy) == "https":
         # The certificate has the name that clients use, not the pods' addresses.
         of_proxies |= {"scheme": "https", "tlsConfig": {"insecureSkipVerify": True}}
+    if monitor.authorization is not None:
+        of_proxies["authorization"] = {
+            "credentials": {"name": monitor.authorization.name, "key": monitor.authorization.key}
+        }
     spec: Object = {
         "selector": {"matchLabels": _selector(proxy)},
         "podMetricsEndpoints": [of_proxies],

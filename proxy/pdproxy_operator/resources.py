@@ -172,9 +172,12 @@ class Budget(Renamed, frozen=True):
 
 
 class Monitor(Renamed, frozen=True):
-    """A PodMonitor of the operator of Prometheus. `labels`: by which that operator finds it."""
+    """A PodMonitor of the operator of Prometheus. `labels`: by which that operator finds it.
+    `authorization`: one key of the admin API, by which Prometheus reads the proxies' metrics.
+    """
 
     labels: dict[str, str]
+    authorization: SecretKey | None = None
 
 
 class ProxySpec(Renamed, frozen=True):

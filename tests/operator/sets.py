@@ -111,7 +111,10 @@ SETS = {
                 adminKeys={"name": "admins", "key": "keys"},
                 engineKey={"name": "engines", "key": "key"},
                 route={"parentRefs": [{"name": "gateway"}], "hostnames": ["llm.example.com"]},
-                monitor={"labels": {"release": "prometheus"}},
+                monitor={
+                    "labels": {"release": "prometheus"},
+                    "authorization": {"name": "prometheus"},
+                },
                 service={"type": "LoadBalancer", "port": 8080},
             )
         ],

@@ -70,6 +70,10 @@ def resources_of(values: Mapping[str, Any]) -> tuple[Proxy, list[Runtime]]:
         more["route"] = {key: values["route"][key] for key in ("parentRefs", "hostnames")}
     if values["podMonitor"]["enabled"]:
         more["monitor"] = {"labels": values["podMonitor"]["labels"]}
+        secret = values["podMonitor"]["authorization"]
+        if secret["existingSecret"]:
+            key = {"name": secret["existingSecret"], "key": secret["key"]}
+            more["monitor"]["authorization"] = key
     return proxy("pdproxy", **more), runtimes
 
 
@@ -275,9 +279,6 @@ def _plain(one: dict[str, Any]) -> dict[str, Any]:
     spec.pop("selector", None)  # judged by the pods that they select
     for port in spec.get("ports", ()):
         assert port.pop("protocol", "TCP") == "TCP"
-    for endpoint in spec.get("podMetricsEndpoints", ()):
-        # A PDProxy names no Secret for it: see its docs.
-        endpoint.pop("authorization", None)
     return one
 
 

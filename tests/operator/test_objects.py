@@ -6,11 +6,13 @@ import copy
 import json
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from pdproxy.settings.load import load
 from pdproxy_operator.engine_objects import engine_objects
 from pdproxy_operator.pools import pools_of, selected_pools
 from pdproxy_operator.proxy_objects import proxy_objects
@@ -225,3 +227,13 @@ def test_nobody_takes_an_object_from_the_operator_by_its_labels() -> None:
         "app.kubernetes.io/managed-by": "pdproxy-operator",
         "release": "y",
     }
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_program_takes_the_settings(name: str, tmp_path: Path) -> None:
+    """As they are written."""
+    for one in objects_of(name):
+        if "pdproxy.yaml" in one.get("data", {}):
+            file = tmp_path / one["metadata"]["name"]
+            file.write_text(one["data"]["pdproxy.yaml"])
+            assert all(pool.nodes for pool in load(file, {}).pools)

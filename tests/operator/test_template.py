@@ -151,6 +151,16 @@ def test_an_engine_has_one_key() -> None:
     ((_, pool),) = pools_of([], [one])
     with pytest.raises(ConfigError, match="the PDProxies a and b select any and have different"):
         engine_objects(one, pool, fronts, {})
+    own = [{"name": "VLLM_API_KEY", "value": "x"}]
+    key = {"name": "keys", "key": "key"}
+    for env in (own, []):
+        objects = engine_objects(runtime("any", "any", env=env), pool, [proxy(engineKey=key)], {})
+        (found,) = (
+            it
+            for it in objects[1]["spec"]["template"]["spec"]["containers"][0]["env"]
+            if it["name"] == "VLLM_API_KEY"
+        )
+        assert ("value" in found) == bool(env)
     objects = engine_objects(one, pool, [proxy("a"), proxy("b")], {})
     (files,) = (it for it in objects if it["kind"] == "ConfigMap")
     assert files["data"]["variables"] == "PDPROXY_SERVICES='http://a-all:8000 http://b-all:8000'\n"
