@@ -139,7 +139,7 @@ class _Engines:
         self.ready = sorted(
             (pod for pod in pods if pod.is_ready), key=lambda pod: pod.metadata.name
         )
-        self.settled = {pod.metadata.name for pod in self.ready if ready_for(pod, now) >= SETTLED}
+        self.settled = [pod.metadata.name for pod in self.ready if ready_for(pod, now) >= SETTLED]
         troubles = [one for pod in pods if (one := trouble_of(pod, now)) is not None]
         self.troubles = sorted(
             troubles, key=lambda one: (_severity(one.reason), -one.seconds, one.clause)

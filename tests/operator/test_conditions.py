@@ -243,16 +243,16 @@ ROWS: list[tuple[str, str, str, str, Case]] = [
     (
         *("KVTransferring", "False", "Recomputing"),
         (
-            "More than 90 % of the prompt tokens whose KV was sent to d-1 were computed again there in "
-            "about the last minute."
+            "More than 90 % of the prompt tokens whose KV was sent to d-1 were computed again "
+            "there in about the last minute."
         ),
         Case(D, pods=[pod("d-1", ready=True)], figures=says(d_1={"recomputed": 1.0, "fails": 2})),
     ),
     (
         *("KVTransferring", "False", "Recomputing"),
         (
-            "More than 5 % of the prompt tokens whose KV was sent to d-1 were computed again there in "
-            "about the last minute."
+            "More than 5 % of the prompt tokens whose KV was sent to d-1 were computed again "
+            "there in about the last minute."
         ),
         Case(figures=says(d_1={"recomputed": 0.06})),
     ),
@@ -351,8 +351,8 @@ FRONTS: list[tuple[str, str, str, str, Front]] = [
     (
         *("PairsComplete", "True", "PairsComplete"),
         (
-            f"Pool {POOL} has the engines that its requests need. 2 pods with the engines' labels are "
-            f"not used. {READY}"
+            f"Pool {POOL} has the engines that its requests need. 2 pods with the engines' labels "
+            f"are not used. {READY}"
         ),
         Front(figures=says(left_out=2)),
     ),
@@ -381,8 +381,8 @@ FRONTS: list[tuple[str, str, str, str, Front]] = [
     (
         *("ConfigAccepted", "False", "NotInForce"),
         (
-            "The settings could not be used by x-1 and 1 more: the former ones are in force. The log "
-            "says why."
+            "The settings could not be used by x-1 and 1 more: the former ones are in force. The "
+            "log says why."
         ),
         Front(figures=says(refused=["x-1", "x-2"])),
     ),
@@ -412,8 +412,8 @@ FRONTS: list[tuple[str, str, str, str, Front]] = [
     (
         *("Progressing", "False", "Stuck"),
         (
-            f"No engine is replaced: {FULL}, for 31 min. Another PDProxy decides when the engines of "
-            "d are replaced."
+            f"No engine is replaced: {FULL}, for 31 min. Another PDProxy decides when the engines "
+            "of d are replaced."
         ),
         Front(steps=[DONE, STUCK], shared=["d"]),
     ),
