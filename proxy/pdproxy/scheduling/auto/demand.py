@@ -13,6 +13,8 @@ _REQUESTS = 200
 _LEAST_S, _MOST_S = 2.0, 6.0
 _KNOWN_S = 0.5
 """Seconds from which a rate is known."""
+_PART = 0.25
+"""The part of its memory for which an average takes what came as one sum."""
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,14 +43,37 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, rate=self.rate * replicas)
 
 
+class MeanRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests per second, and a mean one of them, in tokens; fields of the same names as those of
+    `Demand` are the same.
+
+    `pairs`: of tokens that its prefill compares (`engine_model.hardware.attended`); `squares`: of
+    its new tokens.
+    """
+
+    rate: float
+    tokens: float
+    new_tokens: float
+    pairs: float
+    squares: float
+    output: float
+
+
 class DemandMeter:
-    """Measures the demand. A request costs a few additions; the rest is done when somebody asks."""
+    """Measures the demand. A request costs a few additions; the rest is done when somebody asks,
+    and a few times in a memory's length.
+
+    The average has a memory of 200 requests: of `least_s` to `most_s` seconds.
+    """
 
     __slots__ = (
         "_at",
         "_begun",
         "_count",
+        "_due",
+        "_least_s",
         "_memory_s",
+        "_most_s",
         "_new",
         "_outputs",
         "_pairs",
@@ -58,20 +83,26 @@ class DemandMeter:
         "_tokens",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, least_s: float = _LEAST_S, most_s: float = _MOST_S) -> None:
+        self._least_s, self._most_s = least_s, most_s
         self._sums: tuple[float, ...] = (0.0,) * 6
-        self._at = self._seconds = 0.0
-        self._memory_s = _LEAST_S
+        self._at = self._due = self._seconds = 0.0
+        self._memory_s = least_s
         self._begun = False
         self._count = self._tokens = self._new = 0
         self._pairs = self._squares = self._outputs = 0.0
+
+    def begin(self, now: float) -> None:
+        """Begin to measure, if it was not begun: else the first request begins it."""
+        if not self._begun:
+            self._turn(now)
 
     def add(self, now: float, tokens: int, cached: int, output: float) -> None:
         """Note a request. `cached`: how many of its prompt's tokens its engine has; `output`: the
         answer's expected tokens.
         """
-        if not self._begun:
-            self._begun, self._at = True, now
+        if now >= self._due or not self._begun:
+            self._turn(now)
         new = tokens - cached
         self._count += 1
         self._tokens += tokens
@@ -80,25 +111,65 @@ class DemandMeter:
         self._squares += new * new
         self._outputs += output
 
-    def demand(self, now: float, times: WorkTimes) -> Demand | None:
-        """Return the demand, None if there was none. `times`: of an engine."""
+    def add_all(self, now: float, count: int, tokens: int, squares: int) -> None:
+        """Note all requests that have come since the last call, and of whose prompts no cache has
+        anything. `tokens`, `squares`: the sums over their prompts.
+        """
+        self.begin(now)
+        self._count += count
+        self._tokens += tokens
+        self._new += tokens
+        self._pairs += 0.5 * squares
+        self._squares += squares
+        self._turn(now)
+
+    def _turn(self, now: float) -> None:
+        """Forget a part of what there is, and take over what has come since the last turn."""
         if not self._begun:
-            return None
-        passed = now - self._at
-        kept = math.exp(-passed / self._memory_s)
-        self._seconds = self._seconds * kept + passed
-        self._at = now
+            self._begun, self._at = True, now
+        passed, memory = now - self._at, self._memory_s
+        if 0.0 < passed < math.inf:
+            self._at = now
+        else:
+            passed = 0.0  # a clock that stands still, or goes back
+        self._due = self._at + _PART * memory
+        kept = math.exp(-passed / memory)
+        # What came since then came evenly: its beginning is forgotten in part already.
+        weight = (1.0 - kept) * memory / passed if passed else 1.0
+        self._seconds = self._seconds * kept + passed * weight
         added = (self._count, self._tokens, self._new, self._pairs, self._squares, self._outputs)
-        self._sums = tuple([old * kept + one for old, one in zip(self._sums, added, strict=True)])
+        self._sums = tuple(
+            [old * kept + one * weight for old, one in zip(self._sums, added, strict=True)]
+        )
         self._count = self._tokens = self._new = 0
         self._pairs = self._squares = self._outputs = 0.0
+
+    def mean(self, now: float) -> MeanRequest | None:
+        """Return the mean request, None if there was none lately."""
+        if not self._begun:
+            return None
+        self._turn(now)
         count, tokens, new, pairs, squares, outputs = self._sums
-        if count < 1e-3 or new <= 0.0:
+        if count < 1e-3:
             return None
         rate = count / max(self._seconds, _KNOWN_S)
-        self._memory_s = min(max(_REQUESTS / rate, _LEAST_S), _MOST_S)
-        mean, prompt = new / count, tokens / count
-        alone, delay = times.queued_s(mean, pairs / count)
+        self._memory_s = min(max(_REQUESTS / rate, self._least_s), self._most_s)
+        return MeanRequest(
+            rate=rate,
+            tokens=tokens / count,
+            new_tokens=new / count,
+            pairs=pairs / count,
+            squares=squares / count,
+            output=outputs / count,
+        )
+
+    def demand(self, now: float, times: WorkTimes) -> Demand | None:
+        """Return the demand, None if there was none. `times`: of an engine."""
+        found = self.mean(now)
+        if found is None or found.new_tokens <= 0.0:
+            return None
+        mean, prompt = found.new_tokens, found.tokens
+        alone, delay = times.queued_s(mean, found.pairs)
         hardware, pull = times.hardware, times.pull_s(mean)
         moves = (
             hardware.between_engines_s
@@ -107,13 +178,13 @@ class DemandMeter:
             + 1.5 * times.step_s(8, 8 * prompt)
         )
         return Demand(
-            rate=rate,
+            rate=found.rate,
             alone_s=alone,
-            variation=max(squares / count / (mean * mean) - 1.0, 0.0),
+            variation=max(found.squares / (mean * mean) - 1.0, 0.0),
             delay_s=delay,
             pull_s=pull,
             moves_s=moves,
             tokens=prompt,
             new_tokens=mean,
-            output=outputs / count,
+            output=found.output,
         )
