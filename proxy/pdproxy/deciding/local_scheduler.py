@@ -250,8 +250,10 @@ class LocalScheduler:
         return await buffers.wait_for_space(count, choose_with_space, possible)
 
     def _give_up(self, assignment: Assignment) -> None:
-        now = self._now()
+        now, wanted = self._now(), self._ledger.wanted
         for lease in assignment.leases:
+            if wanted is not None:
+                wanted.never_sent(lease)
             self.close(lease, NEUTRAL, now)
 
     # -- what engines have in their caches
@@ -263,10 +265,12 @@ class LocalScheduler:
         if beginning.of_text and self._knowledge is not None:
             beginning.measure(self._knowledge.text_per_token)
 
-    def cached(self, lease: Lease, reported: int, prompt: int) -> None:
+    def counted(self, lease: Lease, prompt: int, cached: int | None) -> None:
         """See `Scheduler`."""
-        if lease.prediction is not None and self._knowledge is not None:
-            self._knowledge.answered(lease.prediction, reported, prompt)
+        if (wanted := self._ledger.wanted) is not None:
+            wanted.counted(lease, prompt)
+        if cached is not None and lease.prediction is not None and self._knowledge is not None:
+            self._knowledge.answered(lease.prediction, cached, prompt)
 
     def prefilled(self, lease: Lease, tokens: int, seconds: float) -> None:
         """See `Scheduler`."""

@@ -39,7 +39,7 @@ class Lease(msgspec.Struct, eq=False):
     opened, in monotonic seconds. `expected`: whether anything is known of what the engine finds in
     its cache, as `prediction` says; `reports`: whether the engine is asked to report it.
     `beside_idle`: whether an engine for decode serves a whole request although one for prefill had
-    none.
+    none. `tokens`, `answering`, `begun_at`: see `WantedEngines`.
     """
 
     engine: LedgerEngine
@@ -53,6 +53,9 @@ class Lease(msgspec.Struct, eq=False):
     expected: bool = False
     reports: bool = False
     beside_idle: bool = False
+    tokens: int = 0
+    answering: Lease | None = None
+    begun_at: float | None = None
 
 
 class Space(Protocol):

@@ -34,6 +34,7 @@ from pdproxy.scheduling.revision_choice import RevisionChoice
 from pdproxy.scheduling.revisions import Revisions
 from pdproxy.scheduling.runs import RunNumbers
 from pdproxy.scheduling.transfer_faults import KnownTransfers, TransferFault, TransferFaults
+from pdproxy.scheduling.wanted_engines import WantedEngines
 
 ALONE = (Role.AGGREGATED, Role.DECODE)
 """The roles that usually serve a request by themselves, the first choice first."""
@@ -51,7 +52,8 @@ class LedgerOptions:
     first choice first. `placement` decides for each request whether it is split, and chooses its
     engines; None: it is split if it may be, and the policies choose. `placed_elsewhere`: whether
     another process, which chooses, has a placement. `windows`: whether engines may
-    have windows (`LedgerEngine.window`); then those with room come first.
+    have windows (`LedgerEngine.window`); then those with room come first. `wanted`: is told of all
+    leases, None where nobody asks how many engines are needed.
     """
 
     breaker_failures: int
@@ -64,6 +66,7 @@ class LedgerOptions:
     chance: Callable[[], float] = no_chance
     cached: Cached | None = None
     windows: bool = False
+    wanted: WantedEngines | None = None
 
 
 class Ledger(EngineStates):
@@ -82,6 +85,10 @@ class Ledger(EngineStates):
         self._engines.update({spec.url: self._engine(spec) for spec in specs})
         self.placement = options.placement
         """Read only."""
+        self.wanted = options.wanted
+        """How many engines the load needs. Told here of leases."""
+        if self.wanted is not None:
+            self.wanted.engines_changed(self._engines.values())
         self._ranking = Policies(options.chance, options.cached)
         self._policies, self._interested = self._ranking.by_role, self._ranking.by_uses
         self.has_placement = self.placement is not None or options.placed_elsewhere
@@ -433,6 +440,8 @@ class Ledger(EngineStates):
         for role, engine in zip(roles, engines, strict=True):
             # A decode engine that gets the prompt's KV has no work with the prompt.
             leases.append(self._open(engine, role, size if alone or role is not DECODE else 0, ask))
+        if self.wanted is not None:
+            self.wanted.opened(leases, ask)
         return Assignment(tuple(leases))
 
     def place(
@@ -480,6 +489,8 @@ class Ledger(EngineStates):
             self._tried(placed.engines, ask.now)
             prefill_lease = self._open(prefill, Role.PREFILL, ask.prompt_bytes, ask)
             leases = (prefill_lease, self._open(decode, Role.DECODE, 0, ask))
+        if self.wanted is not None:
+            self.wanted.opened(leases, ask)
         return Assignment(leases, placed.reason, placed.values)
 
     def is_placeable(self, ask: Ask, *, split: bool, without: Collection[str] = ()) -> bool:
@@ -497,16 +508,22 @@ class Ledger(EngineStates):
         choice = self._in_revisions if self.revisions.several else self._choice
         plain = not without and not (self.breakers.opened and self.breakers.any_left(ask.now))
         engine = choice.alone(ask, without, plain=plain)
-        return (
-            None if engine is None else self._open(engine, Role.AGGREGATED, ask.prompt_bytes, ask)
-        )
+        if engine is None:
+            return None
+        lease = self._open(engine, Role.AGGREGATED, ask.prompt_bytes, ask)
+        if self.wanted is not None:
+            self.wanted.opened((lease,), ask)
+        return lease
 
     def restore(self, url: str, role: Role, prompt_bytes: int, since: float) -> Lease | None:
         """Open a lease as one that an earlier ledger had given. None: there is no such engine."""
         engine = self._engines.get(url)
         if engine is None:
             return None
-        return self._open(engine, role, prompt_bytes, Ask(None, prompt_bytes, since))
+        lease = self._open(engine, role, prompt_bytes, Ask(None, prompt_bytes, since))
+        if self.wanted is not None:
+            self.wanted.restored(lease)
+        return lease
 
     def began(self, lease: Lease, now: float) -> None:
         """Note that the engine that answers has made its first token: for trials, and for the
@@ -545,6 +562,8 @@ class Ledger(EngineStates):
             policy.closed(lease, verdict, now)
         if self.placement is not None and lease.role is not ENCODE:
             self.placement.closed(lease, verdict, now, tokens)
+        if self.wanted is not None:
+            self.wanted.closed(lease, verdict, now, tokens)
         if verdict is GOOD:
             if engine.failures or engine.trial_places:
                 self.breakers.good(lease, now)
@@ -607,6 +626,8 @@ class Ledger(EngineStates):
         if self.placement is not None:
             others = [engine for engine in engines if engine.role is not ENCODE]
             self.placement.engines_changed(others)
+        if self.wanted is not None:
+            self.wanted.engines_changed(engines)
         self._has_places = self._windows or any(
             engine.spec.places is not None for engine in engines
         )

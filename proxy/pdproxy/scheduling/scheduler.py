@@ -127,9 +127,9 @@ class Scheduler(Protocol):
         `TransferFaults.left_out`.
         """
 
-    def cached(self, lease: Lease, reported: int, prompt: int) -> None:
-        """Note how many tokens an engine says that it has found in its cache, before its lease is
-        closed. `prompt`: the prompt's tokens.
+    def counted(self, lease: Lease, prompt: int, cached: int | None) -> None:
+        """Note how many tokens an engine says that the prompt has, before its lease is closed.
+        `cached`: those that it has found in its cache, None where that is not compared.
         """
 
     def prefilled(self, lease: Lease, tokens: int, seconds: float) -> None:

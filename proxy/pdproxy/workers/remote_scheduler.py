@@ -29,14 +29,14 @@ MOST_UNKNOWN = 3
 
 
 class HeldLease(Lease):
-    """A lease of this worker, with its number. `reported`, `prompt`: what its engine says of its
-    cache. `space`: tokens whose KV has space at its engine, 0: none was taken, or it is free again.
-    `turn`: what has come with it, None: nothing.
+    """A lease of this worker, with its number. `prompt`, `cached`: what its engine says of the
+    prompt (`Scheduler.counted`). `space`: tokens whose KV has space at its engine, 0: none was
+    taken, or it is free again. `turn`: what has come with it, None: nothing.
     """
 
     number: int = 0
-    reported: int | None = None
-    prompt: int = 0
+    prompt: int | None = None
+    cached: int | None = None
     space: int = 0
     turn: RemoteTurn | None = None
 
@@ -223,16 +223,16 @@ class RemoteScheduler:
             pace,
             tokens,
             beside,
-            lease.reported,
             lease.prompt,
+            lease.cached,
         )
         if verdict is not GOOD and (why := DOWN.get(verdict)) is not None:
             self._down(lease.engine.url, why, at)
 
-    def cached(self, lease: Lease, reported: int, prompt: int) -> None:
+    def counted(self, lease: Lease, prompt: int, cached: int | None) -> None:
         """See `Scheduler`."""
         assert isinstance(lease, HeldLease)
-        lease.reported, lease.prompt = reported, prompt
+        lease.prompt, lease.cached = prompt, cached
 
     def failed(self, lease: Lease, at: float) -> None:
         """See `Scheduler`."""

@@ -186,17 +186,17 @@ class LeasesOfWorker(Holder):
         pace: float | None,
         tokens: int | None,
         beside: int,
-        reported: int | None,
-        prompt: int,
+        prompt: int | None,
+        cached: int | None,
     ) -> None:
-        """See `Scheduler.close`, and `Scheduler.cached` for the last two."""
+        """See `Scheduler.close`, and `Scheduler.counted` for the last two."""
         found = self._drop(lease)
         if found is None:
             return  # of a scheduler process that was before
         pool, own, _ = found
         scheduler = pool.scheduler
-        if reported is not None:
-            scheduler.cached(own, reported, prompt)
+        if prompt is not None:
+            scheduler.counted(own, prompt, cached)
         scheduler.close(own, verdict, at, pace=pace, tokens=tokens, beside=beside)
 
     @told

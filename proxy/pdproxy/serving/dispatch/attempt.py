@@ -201,13 +201,15 @@ class Attempt:
             self._resources.scheduler.refuses_reports(url)
         return found
 
-    def cached(self, lease: Lease, usage: Usage | None) -> None:
-        """Compare what was expected of an engine's cache with what its own answer says."""
-        if not self._compares_caches or usage is None or usage.prompt_tokens_details is None:
+    def counted(self, lease: Lease, usage: Usage | None) -> None:
+        """Tell how long the prompt is by an engine's own answer, and what it has found in its
+        cache, if something was expected of that.
+        """
+        if usage is None:
             return
-        found = usage.prompt_tokens_details.cached_tokens
-        if found is not None:
-            self._resources.scheduler.cached(lease, found, usage.prompt_tokens)
+        details = usage.prompt_tokens_details if self._compares_caches else None
+        cached = None if details is None else details.cached_tokens
+        self._resources.scheduler.counted(lease, usage.prompt_tokens, cached)
 
     # -- custody
 

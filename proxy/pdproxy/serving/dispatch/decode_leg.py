@@ -710,7 +710,7 @@ class DecodeLeg:
         """
         custody, usage = self._custody, self.relay.usage
         if custody is None:
-            self._attempt.cached(self._lease, usage)
+            self._attempt.counted(self._lease, usage)
         elif usage is not None and not custody.promised:
             counted = custody.handle.prompt_tokens
             self._resources.auditor.compared(

@@ -409,7 +409,7 @@ class PrefillLeg:
                 EngineError(f"{url} gave no usable KV handle: {handle}"), Alone.NO_HANDLE
             )
         self._verdict = GOOD
-        self._attempt.cached(self._lease, read.usage)
+        self._attempt.counted(self._lease, read.usage)
         finished = handle.first is not None and handle.first.finish_reason is not None
         return Prefilled(self._take(handle), handle, answer.body if finished else b"")
 

@@ -172,7 +172,7 @@ class ExchangeResources:
         """
         now, tokens = self.now(), None
         pace = self._pace(lease, relay, now) if verdict is GOOD else None
-        if relay is not None and self.states.has_placement:
+        if relay is not None:
             tokens = _made_tokens(relay)
         self.scheduler.close(lease, verdict, now, pace=pace, tokens=tokens, beside=beside)
 
