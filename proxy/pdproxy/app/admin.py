@@ -113,6 +113,7 @@ class AdminServer:
                         pool.resources.shares,
                         pool.slow,
                         pool.ledger.revisions,
+                        pool.scaling,
                     )
                     for pool in proxy.pools
                 ],

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from pdproxy.app.demand import PoolDemand
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
@@ -241,7 +242,8 @@ class Scraped:
         self.capacity: PoolCapacity | None = None
         """None where there are no windows."""
         self.slow: SlowEngines | None = None
-        """Set once it is made, behind the probes."""
+        self.demand: PoolDemand | None = None
+        """Both are set once they are made, behind the probes."""
 
     def scraped(self, engine: Engine, metrics: Scrape) -> None:
         """Take what an engine has just reported."""
@@ -250,6 +252,8 @@ class Scraped:
             self.capacity.scraped(engine, metrics)
         if self.slow is not None:
             self.slow.scraped(engine, metrics)
+        if self.demand is not None:
+            self.demand.scraped(engine, metrics)
         engine.kv_expired = metrics.expired
         engine.kv_usage = None if metrics is NO_METRICS else metrics.kv_usage
         if self._replicas is not None:

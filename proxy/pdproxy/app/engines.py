@@ -15,9 +15,17 @@ from pdproxy.fleet.engine import Engine, EngineCredentials
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.registration import of_url
 from pdproxy.kit.clock import Clock
-from pdproxy.scheduling.ledger_engine import EngineSpec, Role
+from pdproxy.scheduling.auto.times import WorkTimes
+from pdproxy.scheduling.ledger_engine import EngineSpec, LedgerEngine, Role
+from pdproxy.scheduling.wanted_engines import EngineSize
 from pdproxy.settings.crosscheck import checked_node, checked_nodes
-from pdproxy.settings.engines import ConfiguredEngine, both_schemes, engine_url, refuse_networks
+from pdproxy.settings.engines import (
+    ConfiguredEngine,
+    Facts,
+    both_schemes,
+    engine_url,
+    refuse_networks,
+)
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.kv import EngineKvEvents
 from pdproxy.settings.schema import Settings
@@ -39,6 +47,7 @@ class Profiles:
         self._pool = _read(pool)
         self._engines: dict[str, Profile] = {}
         self._chunks: dict[str, int] = {}
+        self._facts: dict[str, Facts] = {}
 
     def set(self, engine: ConfiguredEngine) -> None:
         """Read an engine's own profile, if it has one, and note the most tokens of its steps.
@@ -55,11 +64,13 @@ class Profiles:
             self._chunks.pop(engine.url, None)
         else:
             self._chunks[engine.url] = chunk
+        self._facts[engine.url] = engine.facts
 
     def forget(self, url: str) -> None:
         """Forget a removed engine."""
         self._engines.pop(url, None)
         self._chunks.pop(url, None)
+        self._facts.pop(url, None)
 
     def hardware(self, url: str) -> Hardware | None:
         """Return the times of an engine, None where no profile has them."""
@@ -74,6 +85,26 @@ class Profiles:
             return self._chunks[url]
         profile = self._engines.get(url, self._pool)
         return None if profile is None else profile.engine.max_num_batched_tokens
+
+    def size(self, engine: LedgerEngine) -> EngineSize:
+        """Return what an engine can do. What it has reported itself, and then its settings, go
+        before its profile.
+        """
+        url, evidence = engine.url, engine.evidence
+        profile, facts = self._engines.get(url, self._pool), self._facts.get(url)
+        seqs, kv_tokens, times = None if facts is None else facts.max_num_seqs, None, None
+        if evidence is not None and evidence.kv_blocks and evidence.block_size:
+            ranks = 1 if facts is None else facts.data_parallel_size
+            kv_tokens = evidence.kv_blocks * evidence.block_size * ranks
+        if profile is not None:
+            limits = profile.engine
+            seqs = limits.max_num_seqs if seqs is None else seqs
+            kv_tokens = kv_tokens or limits.num_gpu_blocks * limits.block_size
+            if profile.hardware.speed:
+                times = WorkTimes(
+                    profile.hardware, self._chunks.get(url, limits.max_num_batched_tokens)
+                )
+        return EngineSize(times=times, max_num_seqs=seqs, kv_tokens=kv_tokens)
 
 
 def _read(name: str | None) -> Profile | None:

@@ -17,6 +17,7 @@ from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policy import Cached, PolicyFactory
 from pdproxy.scheduling.replicas import ReplicaLedger
 from pdproxy.scheduling.slo import Slo
+from pdproxy.scheduling.wanted_engines import WantedEngines
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.registry import entry_of
@@ -61,6 +62,7 @@ def build_ledger(
         chance=chance,
         cached=cached,
         windows=bool(limits.engine_requests),
+        wanted=WantedEngines(profiles.size, slo_of(pool)) if chooses else None,
     )
     made: Ledger
     if settings.replicas.several and chooses:

@@ -99,5 +99,7 @@ def configure_pool(parts: PoolParts, pool: Pool, settings: Settings) -> None:
         ledger.use_policies(policies_of(pool))
         if ledger.placement is not None:
             ledger.placement.configure(slo_of(pool), refuses=pool.policy.refuse_late)
+        if ledger.wanted is not None:
+            ledger.wanted.configure(slo_of(pool))
         parts.policy, parts.slo = replace(pool.policy, placement=parts.policy.placement), pool.slo
         parts.service.session_header = parts.session_header()

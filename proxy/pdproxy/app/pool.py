@@ -11,6 +11,7 @@ from functools import partial
 from pdproxy.app.bootstraps import build_bootstraps
 from pdproxy.app.capacity import PoolCapacity, ProxyPlaces
 from pdproxy.app.continuations import build_continuing
+from pdproxy.app.demand import PoolDemand
 from pdproxy.app.engines import EngineSetup, Profiles, no_key
 from pdproxy.app.gauges import show_placement
 from pdproxy.app.health import build_watching
@@ -66,8 +67,8 @@ from pdproxy.upstream.passthrough import PassthroughLegs
 class PoolParts:
     """The parts of one pool. `policy`, `slo`: its settings in force.
 
-    `shortcomings`: each returns sentences on what is wrong with it. `turns`: None in a process that
-    does not keep them.
+    `shortcomings`: each returns sentences on what is wrong with it; `scaling`: the one of these
+    on engines that are missing. `turns`: None in a process that does not keep them.
     """
 
     process: Process
@@ -99,6 +100,7 @@ class PoolParts:
     passthrough: Passthrough
     service: Service
     slow: SlowEngines
+    scaling: Callable[[], Sequence[str]]
     shortcomings: Sequence[Callable[[], Sequence[str]]]
 
     @classmethod
@@ -299,6 +301,15 @@ class PoolParts:
         wrong.append(lambda: custodian.stuck.shortcomings(now()))
         if ledger.placement is not None:
             show_placement(observers, ledger.placement)
+        scaling: Callable[[], Sequence[str]] = list
+        if ledger.wanted is not None and probing is not None:
+            process.wanted.append(ledger.wanted)
+            demand = PoolDemand(pool.name, ledger, process.wanted, process.admission, now)
+            engines.watch(demand)
+            demand.show(observers)
+            probing.scraped.demand = demand
+            scaling = demand.scaling
+            wrong.append(scaling)
         if turns is not None:
             engines.keep_known(turns.named)
             wrong.append(turns.shortcomings)
@@ -358,6 +369,7 @@ class PoolParts:
             passthrough=passthrough,
             service=service,
             slow=slow,
+            scaling=scaling,
             shortcomings=wrong,
         )
         service.pool = passthrough.pool = pool.name

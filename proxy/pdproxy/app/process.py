@@ -27,6 +27,7 @@ from pdproxy.observe.events import Observers
 from pdproxy.observe.logs import Log, LogObserver
 from pdproxy.observe.metrics import Metrics
 from pdproxy.scheduling.admission import Admission, Quotas
+from pdproxy.scheduling.wanted_engines import WantedEngines
 from pdproxy.serving.access.cache_salts import CacheSalts
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.access.models import Models
@@ -43,8 +44,8 @@ from pdproxy.web.wrong_keys import WrongKeys
 
 @dataclass(slots=True, kw_only=True)
 class Process:
-    """What all pools share. `watch`, `library`, `share`: see `Proxy.build`. `registries`: each pool
-    adds its own.
+    """What all pools share. `watch`, `library`, `share`: see `Proxy.build`. `registries`,
+    `wanted`: each pool adds its own; no pool adds to the second where another process chooses.
     """
 
     settings: Settings
@@ -53,6 +54,7 @@ class Process:
     library: Library
     credentials: Credentials
     registries: list[EngineRegistry]
+    wanted: list[WantedEngines]
     metrics: Metrics
     observers: Observers
     tasks: TaskOwner
@@ -130,6 +132,7 @@ class Process:
             library=library,
             credentials=credentials,
             registries=registries,
+            wanted=[],
             metrics=metrics,
             observers=observers,
             tasks=tasks,

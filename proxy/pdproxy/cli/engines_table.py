@@ -168,6 +168,7 @@ def shown(
     entries = in_order(listed["engines"])
     parts: list[RenderableType] = [] if title is None else [Text(title)]
     parts += [_hanging(text) for text in wrong(entries)]
+    parts += [_hanging(printable(text)) for text in listed.get("scaling", [])]
     pools = [(name, list(found)) for name, found in groupby(entries, lambda one: one["pool"])]
     for name, found in pools:
         heading = f"pool {printable(name)}" if len(pools) > 1 else None

@@ -164,7 +164,9 @@ class EngineEntry(msgspec.Struct, frozen=True):
 
 
 class PoolEngines(NamedTuple):
-    """The engines of one pool, and who wants them there."""
+    """The engines of one pool, and who wants them there. `scaling()`: which are missing, or are too
+    many, a sentence each.
+    """
 
     name: str
     membership: Membership
@@ -172,6 +174,7 @@ class PoolEngines(NamedTuple):
     shares: PromptShares
     slow: SlowEngines
     revisions: Revisions
+    scaling: Callable[[], Sequence[str]] = list
 
     def prompts(self) -> PoolPrompts:
         """Return how its last prompts were served."""
@@ -194,6 +197,15 @@ class EngineEntries:
     def prompts(self) -> list[PoolPrompts]:
         """Return how the pools' last prompts were served."""
         return [pool.prompts() for pool in self.pools]
+
+    def scaling(self, of: PoolEngines | None = None) -> list[str]:
+        """Return which engines are missing, or are too many, in all pools or in one of them."""
+        several = len(self.pools) > 1
+        return [
+            f"pool {pool.name}: {text}" if several else text
+            for pool in (self.pools if of is None else [of])
+            for text in pool.scaling()
+        ]
 
     def find(self, name: str) -> tuple[PoolEngines, str]:
         """Return a member's pool and its URL, by its id or its URL.

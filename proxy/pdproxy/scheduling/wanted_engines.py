@@ -246,7 +246,7 @@ class WantedEngines:
     """
 
     def __init__(self, size_of: Callable[[LedgerEngine], EngineSize], slo: Slo = NO_SLO) -> None:
-        self._size_of, self._slo = size_of, slo
+        self._size_of, self.slo = size_of, slo
         self._work = {role: _Work() for role in Role}
         self._engines: Sequence[LedgerEngine] = ()
         self._done_at: dict[LedgerEngine, float] = {}
@@ -271,7 +271,7 @@ class WantedEngines:
 
     def configure(self, slo: Slo) -> None:
         """Have another objective."""
-        self._slo = slo
+        self.slo = slo
 
     def engines_changed(self, engines: Iterable[LedgerEngine]) -> None:
         """An engine came, went or changed. `engines`: all of the pool."""
@@ -389,7 +389,7 @@ class WantedEngines:
         """
         if self._since is None:
             self._begin(now)
-        ratios, tpot = (self._split_tokens.value, self._whole_tokens.value), self._slo.tpot
+        ratios, tpot = (self._split_tokens.value, self._whole_tokens.value), self.slo.tpot
         for role in dict.fromkeys([engine.role for engine in self._engines]):
             self._work[role].size = self._size(role)
         loads: dict[Role, _Load] = {}

@@ -80,6 +80,7 @@ class Facts(Section, frozen=True):
     """Requests that a decode engine runs at once (--max-num-seqs). Where it waits for pushed KV
     (nixl-push, mooncake) it should not queue: with this many requests it gets no more such prompts.
     These wait for no place: if no other pair is free, one engine serves them alone. null: no bound.
+    How many engines are needed (docs/guide/scaling.md) is also counted by it.
     """
 
     kv_lease_duration: Seconds | None = None

@@ -89,7 +89,7 @@ class AdminApiOfAll(AdminApi):
         answers = await self._siblings.ask_workers(PROMPTS)
         own = await super().engines(pairs=pairs, of=of)
         prompts = prompts_of_all(own.prompts, map(_prompts, answers.of.values()))
-        return EngineList(own.engines, answers.silent, prompts)
+        return EngineList(own.engines, answers.silent, prompts, own.scaling)
 
     async def change(self, change: Change) -> tuple[int, EngineChanged | LevelShown]:
         """See `AdminApi`. Workers are told of it in this turn of the event loop."""

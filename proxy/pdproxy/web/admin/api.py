@@ -25,6 +25,7 @@ class AdminApi:
         return EngineList(
             [entry async for entry in entries.all(pairs=pairs, of=of)],
             prompts=entries.prompts() if of is None else [of.prompts()],
+            scaling=entries.scaling(of),
         )
 
     async def engine(self, name: str) -> EngineEntry:

@@ -84,6 +84,10 @@ class EngineList(msgspec.Struct, frozen=True):
     engines: list[EngineEntry]
     silent_workers: Annotated[list[int], Meta(description=_SILENT)] = []
     prompts: list[PoolPrompts] = []
+    scaling: Annotated[
+        list[str],
+        Meta(description="which engines are missing, or are too many, as /ready says it"),
+    ] = []
 
 
 class RequestList(msgspec.Struct, frozen=True):

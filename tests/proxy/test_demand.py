@@ -1,0 +1,118 @@
+"""How many engines a proxy says that its load needs: the same with one process and with two
+workers, and in words for operators once it is clear.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from pdproxy.cli.main import main
+from pdproxy.scheduling.ledger_engine import Role
+from pdproxy.settings.engines import Facts
+from pdproxy.settings.pools import PoolPolicy, PoolSlo
+from pdproxy.settings.schema import Settings
+from tests.fakes import several
+from tests.fakes.admin import admin
+from tests.fakes.clock import ManualClock
+from tests.fakes.world import COMPLETIONS, World, completion, world
+
+NAME = "pdproxy_demand_replicas"
+
+
+def with_profile(settings: Settings) -> Settings:
+    """The engines are as in a profile, but run 40 sequences, and each answer is to be slow."""
+    nodes = tuple(
+        msgspec.structs.replace(node, facts=Facts(max_num_seqs=40)) for node in settings.pool.nodes
+    )
+    pool = msgspec.structs.replace(
+        settings.pool,
+        profile="h200-8b",
+        nodes=nodes,
+        slo=PoolSlo(tpot=0.0045),
+        name="llama",
+        policy=PoolPolicy(placement="split"),
+    )
+    return msgspec.structs.replace(settings, pools=(pool,))
+
+
+async def serve(w: World, clock: ManualClock, requests: int) -> None:
+    """A request in each five seconds, and now and then a look at the engines' metrics."""
+    for number in range(requests):
+        prompt = [int(clock.now()) % 1000, *range(200)]  # which no cache has
+        body = completion(prompt=prompt, stream=bool(number % 2), max_tokens=50)
+        assert (await w.ask(COMPLETIONS, body)).status == 200
+        await w.told()
+        await clock.advance(5.0)
+        if number % 5 == 0:
+            await w.probe()
+
+
+def shown(w: World) -> dict[str, float]:
+    """The gauge by the roles that it has."""
+    lines = w.page().decode().splitlines()
+    found = [line for line in lines if line.startswith(NAME + "{")]
+    return {
+        role.value: w.metric(NAME, pool="llama", role=role.value)
+        for role in Role
+        if any(f'role="{role.value}"' in line for line in found)
+    }
+
+
+async def values(workers: int, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
+    monkeypatch.setattr(several, "WORKERS", workers)
+    clock, found = ManualClock(), []
+    async with world(1, 1, clock=clock, adjust=with_profile) as w:
+        assert len(w.workers) == workers
+        for requests in (11, 10, 40):
+            await serve(w, clock, requests)
+            await w.quiet()
+            found.append(shown(w))
+        for _ in range(15):
+            await clock.advance(80.0)
+            await w.probe()
+        found.append(shown(w))
+    return found
+
+
+async def test_two_workers_show_what_one_process_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = await values(1, monkeypatch), await values(2, monkeypatch)
+    assert two == [pytest.approx(part, rel=0.01) for part in one]
+    first, _, last, later = one
+    assert first == {}  # no minute has passed
+    # per second, a fifth of a prompt of 7.6 ms
+    assert last["prefill"] == pytest.approx(0.2 * 0.0076 / 0.8, rel=0.05)
+    # 50 tokens with 35 us each and a pull of 2.3 ms, in the time that 4.3 of 4.5 ms leave
+    assert last["decode"] == pytest.approx(0.2 * 0.0040 / (1 - 4.3 / 4.5), rel=0.05)
+    assert later == {"prefill": 0.0, "decode": 0.0}
+
+
+async def test_engines_that_are_missing_are_told_and_change_no_state(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By /ready, and by `pdproxy engines list`."""
+    clock = ManualClock()
+    async with world(1, 1, clock=clock, adjust=with_profile) as w, admin(w) as api:
+        wanted = w.proxy.ledger.wanted
+        assert wanted is not None
+        await serve(w, clock, 20)
+        before = (await w.get("/ready")).json
+        # so many sequences of other clients
+        wanted._work[Role.DECODE].open += 100
+        for _ in range(20):
+            await clock.advance(5.0)
+            await w.probe()
+        assert (await w.get("/ready")).json["details"] == before["details"]
+        for _ in range(20):
+            await clock.advance(5.0)
+            await w.probe()
+        after = (await w.get("/ready")).json
+        words = ["engines", "list", "--admin", f"127.0.0.1:{api.port}"]
+        assert await asyncio.to_thread(main, words) == 0
+        wanted._work[Role.DECODE].open -= 100
+        told = "the load needs 3 more decode engines: sequences need 3.1 engines, there is 1"
+        assert set(after["details"]) - set(before["details"]) == {told}
+        assert f"! {told}\n" in capsys.readouterr().out
+        assert {**after, "details": before["details"]} == before
