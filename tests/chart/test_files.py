@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
+from pdproxy.app.demand import DEMAND
 from tests.chart.generate import FILES
-from tests.chart.render import CHART, ROOT, VERSIONS, helm
+from tests.chart.render import CHART, ROOT, VERSIONS, helm, mistakes, rendered
 from tests.chart.sets import SETS
 
 
@@ -67,3 +68,27 @@ def test_engines_are_of_the_version_that_compose_starts() -> None:
     image = yaml.safe_load((CHART / "values.yaml").read_text())["engineDefaults"]["image"]
     name = f"{image['repository']}:${{VLLM_VERSION:-{image['tag']}}}"
     assert f"image: {name}\n" in (ROOT / "compose.yaml").read_text()
+
+
+def test_the_recipes_of_autoscalers_scale_what_the_chart_has() -> None:
+    """By the metric that there is; Kubernetes takes the autoscaler, and what KEDA makes one of."""
+    page = (ROOT / "docs/guide/kubernetes.md").read_text()
+    part = page[page.index("## Autoscaling") : page.index("## Discovery")]
+    blocks = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", part, re.DOTALL)]
+    adapter, own, keda = blocks
+    (rule,) = adapter["rules"]["external"]
+    metric = own["spec"]["metrics"][0]["external"]["metric"]
+    (trigger,) = keda["spec"]["triggers"]
+    made = {
+        **own,
+        "spec": {**own["spec"], **keda["spec"]["advanced"]["horizontalPodAutoscalerConfig"]},
+    }
+    for version in VERSIONS:
+        assert mistakes(own, version) == []
+        assert mistakes(made, version) == []
+    assert rule["seriesQuery"] == metric["name"] == DEMAND.name
+    assert trigger["metadata"]["query"] == f'sum({DEMAND.name}{{role="decode"}})'
+    deployments = {
+        one["metadata"]["name"] for one in rendered(SETS["2p2d"]) if one["kind"] == "Deployment"
+    }
+    assert {one["spec"]["scaleTargetRef"]["name"] for one in (own, keda)} <= deployments
