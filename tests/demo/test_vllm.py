@@ -109,7 +109,7 @@ async def test_a_demo_that_is_killed_leaves_no_engine(tmp_path: Path) -> None:
         ({**CPU, "version": None}, "there is no vLLM in "),
         ({**CPU, "version": "0.20.1"}, "vLLM 0.20.1 is older than 0.26"),
         ({**CPU, "connectors": []}, "vLLM 0.32.0 has no NIXL beside it"),
-        (GPU, "is built for GPUs, and nvidia-smi finds none here"),
+        (GPU, "and neither nvidia-smi nor amd-smi finds one here"),
         ({}, "reports something unexpected about vLLM"),
     ],
 )

@@ -64,6 +64,15 @@ def nvidia_smi(folder: Path, listed: str, used: str = "", topo: str = "") -> Non
     )
 
 
+def amd_smi(folder: Path, **answers: str) -> None:
+    """Write a program that prints these texts as amd-smi prints its answers, by its first word."""
+    lines = []
+    for word, text in answers.items():
+        (folder / word).write_text(text)
+        lines.append(f"{word}) cat {shlex.quote(str(folder / word))};;")
+    _program(folder / "amd-smi", 'case "$1" in\n' + "\n".join(lines) + "\n*) exit 2;;\nesac")
+
+
 def _program(path: Path, text: str) -> None:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)

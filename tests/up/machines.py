@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from pdproxy_lab.up.arrangement import Plan, arrange, refuse_wrong
-from pdproxy_lab.up.gpus import Gpu, GpuProcess
+from pdproxy_lab.up.gpus import Gpu, GpuProcess, Gpus
 from pdproxy_lab.up.machine import Machine, Ports, Vllm
 from pdproxy_lab.up.model import Model
+from pdproxy_lab.up.nvidia_gpus import NVIDIA
 from pdproxy_lab.up.options import UpOptions
 from pdproxy_lab.up.vllm import FoundVllm
 
@@ -27,10 +28,9 @@ class AllFree(Ports):
         raise AssertionError
 
 
-def gpu(index: int, *users: GpuProcess, used: int = 4 << 20, mig: bool = False) -> Gpu:
-    return Gpu(
-        index, f"GPU-{index}{index}{index}{index}", "NVIDIA H200", 140 * GIB, used, mig, users
-    )
+def gpu(index: int, *users: GpuProcess, used: int = 4 << 20, divided: str | None = None) -> Gpu:
+    uuid = f"GPU-{index}{index}{index}{index}"
+    return Gpu(index, uuid, "NVIDIA H200", 140 * GIB, used, divided, users)
 
 
 def machine(gpus: int | list[Gpu] = 2, **changes: Any) -> Machine:
@@ -38,8 +38,12 @@ def machine(gpus: int | list[Gpu] = 2, **changes: Any) -> Machine:
     links = {(a.index, b.index): "NV18" for a in listed for b in listed if a.index < b.index}
     connectors = changes.pop("connectors", ("nixl",))
     found = FoundVllm("0.32.0", connectors, cpu=changes.pop("cpu", False))
-    given = {"links": links, "memory": 64 * GIB, "cores": 8, **changes}
-    return Machine(Vllm(PROGRAM, PYTHON, found), listed, **given)
+    of = Gpus(changes.pop("vendor", NVIDIA), listed, changes.pop("links", links))
+    visible = changes.pop("visible", None)
+    given = {"memory": 64 * GIB, "cores": 8, **changes}
+    if visible is not None:
+        given["visible"] = ("CUDA_VISIBLE_DEVICES", visible)
+    return Machine(Vllm(PROGRAM, PYTHON, found), of, **given)
 
 
 def model(gib: float | None = 16, heads: int | None = 32) -> Model:

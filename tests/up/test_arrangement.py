@@ -93,7 +93,7 @@ def test_engines_by_machine_and_model(
             "no GPU is free: GPU 1 is left out: it is in use by process 4242",
         ),
         (
-            machine([gpu(0, mig=True)]),
+            machine([gpu(0, divided="MIG")]),
             model(),
             (),
             {"gpus": (0,)},
@@ -107,7 +107,7 @@ def test_engines_by_machine_and_model(
             "--gpus: there is no GPU 2; nvidia-smi lists 0, 1",
         ),
         (machine(2, visible="7"), model(), (), {}, "CUDA_VISIBLE_DEVICES=7 names none"),
-        (machine(0), model(), (), {}, "is built for GPUs, and nvidia-smi finds none here"),
+        (machine(0), model(), (), {}, "and neither nvidia-smi nor amd-smi finds one here"),
         (
             machine(2, connectors=()),
             model(),

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from pdproxy.scheduling.slo import Slo
+from pdproxy_lab.up.amd_gpus import AMD
 from pdproxy_lab.up.arrangement import Plan
 from pdproxy_lab.up.command import EngineCommand, command
 from pdproxy_lab.up.options import UpOptions
@@ -70,6 +71,37 @@ def test_gpus_are_the_engines_own_in_the_order_of_nvidia_smi() -> None:
     assert line.environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert value(line, "--tensor-parallel-size") == "2"
     assert "--dtype" not in line.arguments
+
+
+def test_engines_on_gpus_of_amd_get_the_variables_of_hip() -> None:
+    """Both, which vLLM wants to be alike, and nothing of CUDA's memory."""
+    line = commanded(planned(machine(4, vendor=AMD), model(140)), 1, HIP_VISIBLE_DEVICES="3")
+    own = {name: text for name, text in line.environment.items() if "VISIBLE" in name}
+    assert own == {"HIP_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "2,3"}
+    assert "UCX_CUDA_IPC_CACHE" not in line.environment
+    assert "CUDA_DEVICE_ORDER" not in line.environment
+
+
+@pytest.mark.parametrize(
+    ("env", "found"),
+    [
+        ({}, None),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, ("CUDA_VISIBLE_DEVICES", "1")),
+        (
+            {"CUDA_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "2"},
+            ("HIP_VISIBLE_DEVICES", "2"),
+        ),
+        (
+            {"CUDA_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": ""},
+            ("CUDA_VISIBLE_DEVICES", "1"),
+        ),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ("CUDA_VISIBLE_DEVICES", "")),
+    ],
+)
+def test_the_gpus_to_use_are_named_by_the_vendors_variables(
+    env: dict[str, str], found: tuple[str, str] | None
+) -> None:
+    assert AMD.visible(env) == found
 
 
 def test_an_engine_can_start_again_while_others_run() -> None:

@@ -10,7 +10,7 @@ from pdproxy.cli.main import main
 from pdproxy.settings.load import load
 from tests.fakes.ports import free_port
 from tests.fakes.vllm_box import GPU, VllmBox, nvidia_smi
-from tests.up.test_gpus import LISTED, TOPO
+from tests.up.test_nvidia_gpus import LISTED, TOPO
 
 IDLE = LISTED.replace("63021", "4")
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.fakes.vllm_box import GPU, nvidia_smi
 from tests.up.processes import SERVES, load, machine
-from tests.up.test_gpus import LISTED, TOPO, USED
+from tests.up.test_nvidia_gpus import LISTED, TOPO, USED
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pdproxy_lab.up.errors import CANT_START, UpError
-from pdproxy_lab.up.gpus import Gpu, Links, gib, is_nvlink
+from pdproxy_lab.up.gpus import Gpu, Gpus, Vendor, gib
 from pdproxy_lab.up.machine import Machine, Ports
 from pdproxy_lab.up.model import Model
 from pdproxy_lab.up.options import UpOptions, number_of, refuse_own, value_of
@@ -67,6 +67,8 @@ class Plan:
     """By role; None: vLLM's default."""
     max_num_seqs: int | None = None
     reasons: tuple[str, ...] = ()
+    vendor: Vendor | None = None
+    """Who made the GPUs; None: the engines run on CPUs."""
 
     @property
     def roles(self) -> set[Role]:
@@ -104,7 +106,7 @@ def arrange(
         gpus = _gpus(machine, options, set(ours), reasons)
         parallel = _parallel(model, gpus, options)
         groups = _groups(gpus, parallel)
-        reasons += _words_for_gpus(gpus, machine.links, parallel, model)
+        reasons += _words_for_gpus(gpus, machine.gpus, parallel, model)
     roles = _roles(options.arrangement, len(groups), machine, reasons)
     if machine.is_cpu:
         _refuse_beyond_memory(model, len(roles), machine.memory)
@@ -119,6 +121,7 @@ def arrange(
         tensor_parallel=parallel,
         chunks={role: given or usual.get(role) for role in set(roles)},
         max_num_seqs=number_of(options.flags, "--max-num-seqs"),
+        vendor=None if machine.is_cpu else machine.gpus.vendor,
     )
     return _with_reasons(plan, reasons, options)
 
@@ -165,17 +168,19 @@ def _cpu_engines(options: UpOptions) -> int:
 
 def _gpus(machine: Machine, options: UpOptions, ours: set[int], reasons: list[str]) -> list[Gpu]:
     """Return the GPUs to use: those that are asked for, else those that nobody uses."""
-    if not machine.gpus:
+    if not machine.gpus.listed:
         raise UpError(
-            f"vLLM {machine.vllm.found.version} is built for GPUs, and nvidia-smi finds none here: "
-            f"install vLLM's CPU build",
+            f"vLLM {machine.vllm.found.version} is built for GPUs, and neither nvidia-smi nor "
+            f"amd-smi finds one here: install vLLM's CPU build",
             CANT_START,
         )
     wanted = _wanted(machine, options)
     usable = []
     for gpu in wanted:
         used = None if gpu.index in ours else gpu.in_use
-        why = "it is divided (MIG)" if gpu.mig else used and f"it is in use by {used}"
+        why = used and f"it is in use by {used}"
+        if gpu.divided is not None:
+            why = f"it is divided ({gpu.divided})"
         if why is None:
             usable.append(gpu)
         elif options.gpus is not None:
@@ -192,29 +197,26 @@ def _gpus(machine: Machine, options: UpOptions, ours: set[int], reasons: list[st
 
 
 def _wanted(machine: Machine, options: UpOptions) -> Sequence[Gpu]:
-    by_index = {gpu.index: gpu for gpu in machine.gpus}
+    by_index = {gpu.index: gpu for gpu in machine.gpus.listed}
     if options.gpus is not None:
         missing = [index for index in options.gpus if index not in by_index]
         if missing:
             there = ", ".join(map(str, by_index))
-            raise UpError(
-                f"--gpus: there is no GPU {missing[0]}; nvidia-smi lists {there}", CANT_START
-            )
+            by = machine.gpus.vendor.program
+            raise UpError(f"--gpus: there is no GPU {missing[0]}; {by} lists {there}", CANT_START)
         return [by_index[index] for index in options.gpus]
     if machine.visible is None:
-        return machine.gpus
-    names = [name.strip() for name in machine.visible.split(",") if name.strip()]
+        return machine.gpus.listed
+    variable, text = machine.visible
+    names = [name.strip() for name in text.split(",") if name.strip()]
     found = [
         gpu
         for name in names
-        for gpu in machine.gpus
+        for gpu in machine.gpus.listed
         if name == str(gpu.index) or (len(name) >= 8 and gpu.uuid.startswith(name))
     ]
     if not found:
-        raise UpError(
-            f"CUDA_VISIBLE_DEVICES={machine.visible[:80]} names none of this machine's GPUs",
-            CANT_START,
-        )
+        raise UpError(f"{variable}={text[:80]} names none of this machine's GPUs", CANT_START)
     return found
 
 
@@ -351,21 +353,22 @@ def _with_reasons(plan: Plan, reasons: Sequence[str], options: UpOptions) -> Pla
 
 
 def _words_for_gpus(
-    gpus: Sequence[Gpu], links: Links, parallel: int, model: Model
+    gpus: Sequence[Gpu], machine: Gpus, parallel: int, model: Model
 ) -> Iterable[str]:
     kinds = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
     named = ", ".join(str(gpu.index) for gpu in gpus)
     yield f"GPUs {named}: {kinds}, {gib(min(gpu.memory for gpu in gpus))} each."
     indices = [gpu.index for gpu in gpus]
     pairs = [(one, two) for one in indices for two in indices if one < two]
-    slow = [pair for pair in pairs if not is_nvlink(links.get(pair))]
+    vendor, links = machine.vendor, machine.links
+    slow = [pair for pair in pairs if not vendor.is_fast(links.get(pair))]
     if pairs and not slow:
-        yield f"All are linked by NVLink ({links[pairs[0]]})."
+        yield f"All are linked by {vendor.link} ({links[pairs[0]]})."
     elif pairs and links:
         one, two = slow[0]
+        link = links.get((one, two), "not known")
         yield (
-            f"GPUs {one} and {two} have no NVLink ({links.get((one, two), 'not known')}): KV moves "
-            f"slower between them."
+            f"GPUs {one} and {two} have no {vendor.link} ({link}): KV moves slower between them."
         )
     if model.weights is None:
         yield (

@@ -100,14 +100,12 @@ def _environment(engine: PlannedEngine, plan: Plan, given: Mapping[str, str]) ->
     if engine.side_port is not None:
         own["VLLM_NIXL_SIDE_CHANNEL_HOST"] = LOOPBACK
         own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(engine.side_port)
-    if engine.side_port is not None and plan.threads is None:
-        # UCX keeps what it has mapped of another engine's GPU. While it does, the memory of an
-        # engine that has ended is not free, and the engine can't start again on its GPU.
-        defaults["UCX_CUDA_IPC_CACHE"] = "n"
-    if plan.threads is not None:
+    if plan.vendor is None:
         own["VLLM_HOST_IP"] = LOOPBACK
     else:
-        # nvidia-smi numbers GPUs by their bus, CUDA by their speed unless it is told otherwise
-        own["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, engine.gpus))
+        if engine.side_port is not None:
+            defaults |= plan.vendor.sharing
+        gpus = ",".join(map(str, engine.gpus))
+        own |= dict.fromkeys(plan.vendor.masks, gpus)
+        own |= plan.vendor.variables
     return {name: value for name, value in defaults.items() if name not in given} | own

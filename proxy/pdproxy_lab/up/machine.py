@@ -6,12 +6,14 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdproxy_lab.up.amd_gpus import read_amd
 from pdproxy_lab.up.errors import CANT_START, UpError
-from pdproxy_lab.up.gpus import Gpu, Links, read_gpus
+from pdproxy_lab.up.gpus import Gpus
+from pdproxy_lab.up.nvidia_gpus import NVIDIA, read_nvidia
 from pdproxy_lab.up.vllm import FoundVllm, find_program, interpreter_of, judge, look
 
 LOOPBACK = "127.0.0.1"
@@ -30,16 +32,16 @@ class Vllm:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What engines are planned with. `memory`: bytes of memory that are available. `visible`: what
-    CUDA_VISIBLE_DEVICES says, None without it.
+    """What engines are planned with. `memory`: bytes of memory that are available. `visible`: the
+    variable that names the GPUs to use, such as CUDA_VISIBLE_DEVICES, and its text; None: no
+    variable does.
     """
 
     vllm: Vllm
-    gpus: Sequence[Gpu]
-    links: Links
+    gpus: Gpus
     memory: int
     cores: int
-    visible: str | None = None
+    visible: tuple[str, str] | None = None
 
     @property
     def is_cpu(self) -> bool:
@@ -57,15 +59,24 @@ async def read_machine(program: str, env: Mapping[str, str]) -> Machine:
     python = interpreter_of(path)
     found = await look(python)
     judge(found, python)
-    gpus, links = ((), {}) if found.cpu else await read_gpus()
+    gpus = Gpus(NVIDIA) if found.cpu else await read_gpus(env)
     return Machine(
         Vllm(path, python, found),
         gpus,
-        links,
         _available_memory(),
         os.cpu_count() or 1,
-        env.get("CUDA_VISIBLE_DEVICES"),
+        gpus.vendor.visible(env),
     )
+
+
+async def read_gpus(env: Mapping[str, str]) -> Gpus:
+    """Return NVIDIA's GPUs; AMD's if there are none of those.
+
+    Raises:
+        UpError: they can't be read.
+    """
+    found = await read_nvidia()
+    return found if found.listed else await read_amd(env)
 
 
 def _available_memory() -> int:

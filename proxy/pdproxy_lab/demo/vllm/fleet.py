@@ -123,7 +123,7 @@ class VllmEngines:
         if not machine.is_cpu:
             self.model = options.model or GPU_MODEL
             say(
-                f"vLLM {found.version} and {len(machine.gpus)} GPUs; serving {self.model} "
+                f"vLLM {found.version} and {len(machine.gpus.listed)} GPUs; serving {self.model} "
                 f"(downloaded if it is not here)"
             )
             return self._read(self.model)

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy_lab.up import gpus
+from pdproxy_lab.up import nvidia_gpus
 from pdproxy_lab.up.errors import UpError
-from pdproxy_lab.up.gpus import Gpu, GpuProcess, gpus_from, is_nvlink, links_from, read_gpus
+from pdproxy_lab.up.gpus import Gpu, GpuProcess
+from pdproxy_lab.up.nvidia_gpus import NVIDIA, gpus_from, links_from, read_nvidia
 from tests.fakes.vllm_box import nvidia_smi
 
 MIB = 1 << 20
@@ -49,7 +50,7 @@ def test_what_a_container_hides_counts_as_in_use(listed: str, used: str, words: 
 
 def test_a_divided_gpu_is_told_from_others() -> None:
     listed = LISTED.replace("4, Disabled", "4, Enabled").replace("63021, Disabled", "0, [N/A]")
-    assert [gpu.mig for gpu in gpus_from(listed, "")] == [True, False]
+    assert [gpu.divided for gpu in gpus_from(listed, "")] == ["MIG", None]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_other_answers_are_refused(listed: str, told: str) -> None:
 
 def test_links_are_read_from_the_table_and_from_nothing_else() -> None:
     assert links_from(TOPO) == {(0, 1): "NV18", (0, 2): "SYS", (1, 2): "SYS"}
-    assert [is_nvlink(link) for link in ("NV18", "SYS", "NODE", None)] == [
+    assert [NVIDIA.is_fast(link) for link in ("NV18", "SYS", "NODE", None)] == [
         True,
         False,
         False,
@@ -79,9 +80,9 @@ def test_links_are_read_from_the_table_and_from_nothing_else() -> None:
 async def test_the_program_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia_smi(tmp_path, LISTED, USED, TOPO)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    found, links = await read_gpus()
-    assert [gpu.index for gpu in found] == [0, 1]
-    assert links[0, 1] == "NV18"
+    found = await read_nvidia()
+    assert [gpu.index for gpu in found.listed] == [0, 1]
+    assert found.links[0, 1] == "NV18"
 
 
 @pytest.mark.parametrize(
@@ -104,12 +105,12 @@ async def test_a_driver_that_fails_is_named(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     if "sleep" in does:
-        monkeypatch.setattr(gpus, "DEADLINE", 0.2)
+        monkeypatch.setattr(nvidia_gpus, "DEADLINE", 0.2)
     if told is None:
-        assert await read_gpus() == ((), {})
+        assert not (await read_nvidia()).listed
         return
     with pytest.raises(UpError, match=told) as failed:
-        await read_gpus()
+        await read_nvidia()
     assert failed.value.code == 2
 
 
