@@ -16,7 +16,7 @@ from pdproxy_lab.up.arrangement import PlannedEngine
 from pdproxy_lab.up.changes import Orders, in_order, refuse_other, submit
 from pdproxy_lab.up.command import EngineCommand
 from pdproxy_lab.up.errors import UpError
-from pdproxy_lab.up.loading import STAGES, last_words, stage_of
+from pdproxy_lab.up.loading import STAGES, stage_of
 from pdproxy_lab.up.own_process import OwnProcess
 from pdproxy_lab.up.state import Folder, State
 from pdproxy_lab.up.supervised import Supervised, Times
@@ -153,7 +153,6 @@ def test_stages_are_read_from_logs() -> None:
     assert [STAGES[stage][0] for stage in stages] == ["loads the weights", "compiles", "warms up"]
     assert stage_of(lines[:1], before=3) == 3
     assert stage_of(["nothing of these"]) == -1
-    assert last_words('a\n\nINFO "GET /health HTTP/1.1" 200\nb\n', 1) == ["b"]
 
 
 def engine(name: str) -> PlannedEngine:

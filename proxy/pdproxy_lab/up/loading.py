@@ -14,8 +14,6 @@ STAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("warms up", ("Capturing CUDA graphs", "Graph capturing", "Warming up")),
     ("opens its port", ("Application startup complete", "Starting vLLM API server")),
 )
-_NOISE = ('"GET /', '"POST /')
-"""Scrapes, probes and requests, which fill a log."""
 
 
 def stage_of(lines: Iterable[str], before: int = -1) -> int:
@@ -26,9 +24,3 @@ def stage_of(lines: Iterable[str], before: int = -1) -> int:
             if number > found and any(word in line for word in words):
                 found = number
     return found
-
-
-def last_words(text: str, most: int = 15) -> list[str]:
-    """Return the last lines of a log that are none of scrapes and probes."""
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    return [line[:500] for line in lines if not any(noise in line for noise in _NOISE)][-most:]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pdproxy_lab.up.errors import UpError
-from pdproxy_lab.up.loading import last_words
 from pdproxy_lab.up.state import Folder
 from pdproxy_lab.up.system_processes import (
     MAX_STAT,
@@ -184,15 +183,6 @@ class OwnProcess:
         except OSError:
             return []
         return text[:whole].decode("utf-8", "replace").splitlines()
-
-    def tail(self) -> list[str]:
-        """Return its last lines."""
-        try:
-            with self.log.open("rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
-                return last_words(file.read(_TAIL).decode("utf-8", "replace"))
-        except OSError:
-            return []
 
     def bound_log(self, most: int = MAX_LOG) -> None:
         """Move a log that has grown too large out of the way. What is printed meanwhile is lost."""

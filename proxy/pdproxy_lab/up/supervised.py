@@ -15,6 +15,7 @@ import aiohttp
 
 from pdproxy_lab.up.command import EngineCommand
 from pdproxy_lab.up.errors import UpError
+from pdproxy_lab.up.last_words import last_words
 from pdproxy_lab.up.loading import STAGES, stage_of
 from pdproxy_lab.up.own_process import GRACE, OwnProcess
 
@@ -88,7 +89,7 @@ class Supervised:
         """Return once it serves; say what it does meanwhile.
 
         Raises:
-            UpError: it has ended, or takes too long; with the last lines of its log.
+            UpError: it has ended, or takes too long; with why, as far as its log says it.
         """
         loop, say = asyncio.get_running_loop(), say or self._say
         begun, stage = loop.time(), -1
@@ -177,7 +178,4 @@ class Supervised:
         return None
 
     def _last_words(self, text: str) -> str:
-        lines = self.process.tail()
-        if not lines:
-            return f"{text}; its log, {self.process.log}, is empty"
-        return "\n".join([f"{text}; its log, {self.process.log}, ends with:", *lines])
+        return last_words(text, self.process.log)

@@ -22,6 +22,7 @@ from pdproxy_lab.demo.vllm.process import EngineProcess
 from pdproxy_lab.up.arrangement import Plan, arrange
 from pdproxy_lab.up.command import command
 from pdproxy_lab.up.errors import UpError
+from pdproxy_lab.up.last_words import last_words
 from pdproxy_lab.up.machine import LOOPBACK, Machine, Ports, read_machine
 from pdproxy_lab.up.model import Model, read_model
 from pdproxy_lab.up.options import UpOptions
@@ -167,10 +168,7 @@ async def _ready(
     begun, loading = loop.time(), False
     while True:
         if process.ended:
-            raise UpError(
-                f"{process.name} died while starting; its log, {process.log}, ends with:\n"
-                f"{process.tail()}"
-            )
+            raise UpError(last_words(f"{process.name} died while starting", process.log))
         if not loading and process.said(*_LOADS):
             loading = True
             say(f"{process.name}: loading the model")

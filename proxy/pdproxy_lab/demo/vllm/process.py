@@ -16,9 +16,6 @@ from pdproxy_lab.up.program import kill_group
 GUARD = Path(__file__).resolve().parents[1] / "scripts" / "guard.py"
 GRACE = 10.0
 """Seconds that an engine gets between SIGTERM and SIGKILL."""
-_TAIL = 15
-_NOISE = ('"GET /',)
-"""Scrapes and probes, which fill a log."""
 
 
 class EngineProcess:
@@ -57,16 +54,6 @@ class EngineProcess:
         except OSError:
             return False
         return any(word in text for word in words)
-
-    def tail(self) -> str:
-        """Return the last lines of its log."""
-        try:
-            lines = self.log.read_text(errors="replace").splitlines()
-        except OSError:
-            return "it has no log"
-        return "\n".join(
-            [line for line in lines if not any(noise in line for noise in _NOISE)][-_TAIL:]
-        )
 
     async def stop(self, at_once: asyncio.Event) -> None:
         """End it with its children: gracefully, or by SIGKILL once `at_once` is set or the grace
