@@ -231,7 +231,7 @@ def _parallel(model: Model, gpus: Sequence[Gpu], options: UpOptions) -> int:
     while given is None and parallel * memory < needed:
         parallel *= 2
     if parallel > len(gpus) or parallel * memory < needed:
-        words = "" if model.weights is None else f"weights of {gib(model.weights)} and KV need "
+        words = "" if model.weights is None else f"{model.size} and KV need "
         here = f"{len(gpus)} of {gib(min(gpu.memory for gpu in gpus))}"
         raise UpError(
             f"{model.name} does not fit: {words}{parallel} GPUs, and {here} are free", CANT_START
@@ -273,8 +273,8 @@ def _refuse_beyond_memory(model: Model, engines: int, memory: int) -> None:
     needed = int(engines * model.weights * (1 + KV_SHARE))
     if needed > memory:
         raise UpError(
-            f"{model.name} does not fit: {engines} engines with weights of {gib(model.weights)} "
-            f"and KV need {gib(needed)}, and {gib(memory)} of memory are available",
+            f"{model.name} does not fit: {engines} engines with {model.size} and KV need "
+            f"{gib(needed)}, and {gib(memory)} of memory are available",
             CANT_START,
         )
 
@@ -375,8 +375,6 @@ def _words_for_gpus(
             f"The size of {model.name} is not known before vLLM has it: {parallel} GPU per engine."
         )
     else:
+        source = ", by its config.json" if model.is_estimate else ""
         more = "one GPU holds" if parallel == 1 else f"{parallel} GPUs hold"
-        yield (
-            f"{model.name} has weights of {gib(model.weights)}: {more} them and a quarter more for "
-            f"KV."
-        )
+        yield (f"{model.name} has {model.size}{source}: {more} them and a quarter more for KV.")

@@ -19,8 +19,8 @@ from pdproxy_lab.up.arrangement import Plan, PlannedEngine, arrange, refuse_wron
 from pdproxy_lab.up.command import EngineCommand, command
 from pdproxy_lab.up.errors import CANT_START, UpError
 from pdproxy_lab.up.machine import Ports, port_taken, read_machine
-from pdproxy_lab.up.model import read_model
-from pdproxy_lab.up.options import UpOptions
+from pdproxy_lab.up.model import describe, read_model
+from pdproxy_lab.up.options import UpOptions, value_of
 from pdproxy_lab.up.settings_file import settings_text, settings_tree
 from pdproxy_lab.up.tiny import TINY, tiny_model
 
@@ -86,6 +86,8 @@ async def prepare(
         model = await tiny_model(machine.vllm.python, env, TINY_DEADLINE)
     else:
         model = read_model(options.model, env)
+        revision = value_of(options.flags, "--revision")
+        model = await describe(model, machine.vllm.python, revision, env)
     plan = arrange(
         machine,
         model,
