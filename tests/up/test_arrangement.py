@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 
-from pdproxy_lab.up.arrangement import PlannedEngine, arrange
+from pdproxy.scheduling.slo import Slo
+from pdproxy_lab.up.arrangement import Chosen, PlannedEngine, arrange, most_engines
 from pdproxy_lab.up.errors import UpError
 from pdproxy_lab.up.gpus import GpuProcess
 from pdproxy_lab.up.machine import Machine
 from pdproxy_lab.up.model import Model
-from pdproxy_lab.up.options import UpOptions, gpu_list, value_of
+from pdproxy_lab.up.options import Load, UpOptions, gpu_list, value_of
 from tests.up.machines import GIB, AllFree, gpu, machine, model, planned
 
 BUSY = gpu(1, GpuProcess(4242, "python", 62 * GIB))
@@ -160,6 +161,27 @@ def test_engines_by_machine_and_model(
         ),
         (machine(2), model(), ("--gpu-memory-utilization", "2"), {}, "expected a share up to 1"),
         (machine(0, cpu=True), model(1), (), {"gpus": (0,)}, "--gpus: this vLLM is built for CPUs"),
+        (
+            machine(2),
+            model(),
+            (),
+            {"load": Load(rate=3.0), "profile": "p"},
+            "--rate: needs --slo and --profile, by which the arrangement is chosen",
+        ),
+        (
+            machine(2),
+            model(),
+            (),
+            {"load": Load("5:5"), "slo": Slo(ttft=1.0)},
+            "--input-tokens: needs --slo and --profile",
+        ),
+        (
+            machine(2),
+            model(),
+            (),
+            {"load": Load(output_tokens="5:5"), "arrangement": "any"},
+            "--output-tokens: --arrangement any says which engines are started",
+        ),
     ],
 )
 def test_each_refusal_is_one_sentence(
@@ -183,6 +205,22 @@ def test_reasons_are_said() -> None:
     assert "All are linked by NVLink (NV18)." in planned(machine(2)).reasons
     unused = planned(machine(4), arrangement="1P1D").reasons
     assert "1P1D leaves the GPUs of 2 engines unused." in unused
+
+
+def test_what_was_chosen_for_a_load_is_started() -> None:
+    on, served = machine(8), model(140)
+    options = UpOptions("m")
+    assert most_engines(on, served, options) == 4
+    chosen = Chosen("1P3D", {"prefill": 4096, "decode": 512}, ("Best.",))
+    plan = arrange(on, served, options, AllFree(), chosen=chosen)
+    assert [one.role for one in plan.engines] == ["prefill", "decode", "decode", "decode"]
+    assert plan.chunks == {"prefill": 4096, "decode": 512}
+    at = plan.reasons.index("Best.")
+    assert "engine on 2 GPUs" in plan.reasons[at + 1]
+    given = UpOptions("m", flags=("--max-num-batched-tokens", "64"))
+    assert set(arrange(on, served, given, AllFree(), chosen=chosen).chunks.values()) == {64}
+    nothing = arrange(on, served, options, AllFree(), chosen=Chosen("auto"))
+    assert nothing == arrange(on, served, options, AllFree())
 
 
 def test_engines_that_run_keep_their_gpus_and_ports() -> None:

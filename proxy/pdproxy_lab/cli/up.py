@@ -16,11 +16,13 @@ from pdproxy.cli.parser import Parser, examples
 from pdproxy.cli.reading import seconds
 from pdproxy.cli.settings_flags import FlagGroup, groups
 from pdproxy.settings.load import POOL, Flag
+from pdproxy_lab.bench import reading
+from pdproxy_lab.cli.load_options import add_lengths, typed
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
     from pdproxy.scheduling.slo import Slo
-    from pdproxy_lab.up.options import UpOptions
+    from pdproxy_lab.up.options import Load, UpOptions
 
 _OWN = (f"{POOL}connector", "kv_ready", "registration", "listen.uds")
 """Settings that follow from the engines, or that have no meaning here."""
@@ -74,6 +76,14 @@ def add(commands: Commands, summary: str) -> None:
         metavar="NAME",
         help="how long an engine's work takes: a profile's name, or a file of `pdproxy calibrate` "
         "(default: it is learned)",
+    )
+    add_lengths(group)
+    group.add_argument(
+        "--rate",
+        metavar="R",
+        type=typed(reading.number(0.0, 100_000.0, "requests per second")),
+        help="requests per second that are expected. With lengths or a rate, --slo and --profile, "
+        "`pdproxy plan` chooses the arrangement (default: not known)",
     )
     group.add_argument(
         "--vllm",
@@ -140,6 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.arrangement,
         arguments.slo or NO_SLO,
         arguments.profile,
+        _load(arguments),
         tuple(arguments.rest),
         arguments.first_port,
     )
@@ -234,6 +245,18 @@ def _flags(arguments: argparse.Namespace) -> Sequence[Flag]:
         for flag in group.flags
         if given[flag.key] is not None
     ]
+
+
+def _load(arguments: argparse.Namespace) -> Load | None:
+    """Return the load that is expected; None: nothing is said about it."""
+    from pdproxy_lab.up.options import Load
+
+    inputs, outputs = (
+        None if one is None else f"{one.low}:{one.high}"
+        for one in (arguments.input_tokens, arguments.output_tokens)
+    )
+    found = Load(inputs, outputs, arguments.rate)
+    return None if found == Load() else found
 
 
 def _gpus(text: str) -> tuple[int, ...]:

@@ -81,18 +81,31 @@ class Plan:
         return bool(self.roles - {"aggregated"})
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What was chosen for a load: an arrangement such as `2P6D`, `auto` if there is no answer;
+    `--max-num-batched-tokens` by role, the usual ones if there are none; and the reasons.
+    """
+
+    arrangement: str
+    chunks: Mapping[Role, int] = field(default_factory=dict)
+    reasons: tuple[str, ...] = ()
+
+
 def arrange(
     machine: Machine,
     model: Model,
     options: UpOptions,
     ports: Ports,
     *,
+    chosen: Chosen | None = None,
     ours: Iterable[int] = (),
     before: Sequence[PlannedEngine] = (),
     events_before: int | None = None,
 ) -> Plan:
-    """Return what to start. `ours`: GPUs in use by engines that were started before. `before`,
-    `events_before`: these engines and their port for events: ports stay what they were.
+    """Return what to start. `chosen`: for the load; None: no load is known. `ours`: GPUs in use by
+    engines that were started before. `before`, `events_before`: these engines and their port for
+    events: ports stay what they were.
 
     Raises:
         UpError: one sentence.
@@ -107,12 +120,16 @@ def arrange(
         parallel = _parallel(model, gpus, options)
         groups = _groups(gpus, parallel)
         reasons += _words_for_gpus(gpus, machine.gpus, parallel, model)
-    roles = _roles(options.arrangement, len(groups), machine, reasons)
+    chosen = chosen or Chosen(options.arrangement)
+    reasons += chosen.reasons
+    if chosen.reasons and parallel > 1:
+        reasons.append(f"  What is said of a GPU there holds for an engine on {parallel} GPUs.")
+    roles = _roles(chosen.arrangement, len(groups), machine, reasons)
     if machine.is_cpu:
         _refuse_beyond_memory(model, len(roles), machine.memory)
     given = number_of(options.flags, "--max-num-batched-tokens")
     # on CPUs a model's context may be larger than such a step, which not every model allows
-    usual: Mapping[Role, int | None] = {} if machine.is_cpu else CHUNKS
+    usual: Mapping[Role, int | None] = {} if machine.is_cpu else chosen.chunks or CHUNKS
     plan = Plan(
         model,
         tuple(_engines(roles, groups, ports, before)),
@@ -126,6 +143,20 @@ def arrange(
     return _with_reasons(plan, reasons, options)
 
 
+def most_engines(
+    machine: Machine, model: Model, options: UpOptions, ours: Iterable[int] = ()
+) -> int:
+    """Return how many engines can be started, whatever their roles.
+
+    Raises:
+        UpError: none.
+    """
+    if machine.is_cpu:
+        return _cpu_engines(options)
+    gpus = _gpus(machine, options, set(ours), [])
+    return len(gpus) // _parallel(model, gpus, options)
+
+
 def refuse_wrong(options: UpOptions) -> None:
     """Refuse options that are wrong on any machine.
 
@@ -134,6 +165,8 @@ def refuse_wrong(options: UpOptions) -> None:
     """
     refuse_own(options.flags)
     arrangement = options.arrangement
+    if options.load is not None:
+        _refuse_load(options)
     parts = _PARTS.findall(arrangement)
     if arrangement in ("auto", "any"):
         return
@@ -151,6 +184,23 @@ def refuse_wrong(options: UpOptions) -> None:
             f"engines (P) need decode engines (D)",
             CANT_START,
         )
+
+
+def _refuse_load(options: UpOptions) -> None:
+    """Refuse a load that has no effect."""
+    if options.arrangement != "auto":
+        why = f"--arrangement {options.arrangement[:80]} says which engines are started"
+    elif not options.slo or options.profile is None:
+        why = "needs --slo and --profile, by which the arrangement is chosen for a load"
+    else:
+        return
+    given = {
+        "--input-tokens": options.load and options.load.input_tokens,
+        "--output-tokens": options.load and options.load.output_tokens,
+        "--rate": options.load and options.load.rate,
+    }
+    name = next(name for name, value in given.items() if value is not None)
+    raise UpError(f"{name}: {why}", CANT_START)
 
 
 def _counts(arrangement: str) -> list[Role]:

@@ -26,9 +26,21 @@ _SHORT = {"-tp": "--tensor-parallel-size"}
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """A load as `pdproxy plan` takes it: tokens, or ranges A:B of tokens, and requests per second.
+    None: not given.
+    """
+
+    input_tokens: str | None = None
+    output_tokens: str | None = None
+    rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class UpOptions:
-    """The command line. `gpus`: their indices, None: those that are free. `flags`: of vLLM, for
-    each engine. `first_port`: where the engines' ports are looked for, None: at the usual ones.
+    """The command line. `gpus`: their indices, None: those that are free. `load`: for which the
+    arrangement is chosen, None: for none. `flags`: of vLLM, for each engine. `first_port`: where
+    the engines' ports are looked for, None: at the usual ones.
     """
 
     model: str
@@ -36,6 +48,7 @@ class UpOptions:
     arrangement: str = "auto"
     slo: Slo = NO_SLO
     profile: str | None = None
+    load: Load | None = None
     flags: tuple[str, ...] = ()
     first_port: int | None = None
 

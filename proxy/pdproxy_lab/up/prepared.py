@@ -15,9 +15,10 @@ import msgspec
 from pdproxy.kit.addresses import reachable
 from pdproxy.settings.load import POOL, Flag, load
 from pdproxy.settings.schema import Settings
-from pdproxy_lab.up.arrangement import Plan, PlannedEngine, arrange, refuse_wrong
+from pdproxy_lab.up.arrangement import Plan, PlannedEngine, arrange, most_engines, refuse_wrong
 from pdproxy_lab.up.command import EngineCommand, command
 from pdproxy_lab.up.errors import CANT_START, UpError
+from pdproxy_lab.up.load_plan import choose
 from pdproxy_lab.up.machine import Ports, port_taken, read_machine
 from pdproxy_lab.up.model import describe, read_model
 from pdproxy_lab.up.options import UpOptions, value_of
@@ -88,11 +89,17 @@ async def prepare(
         model = read_model(options.model, env)
         revision = value_of(options.flags, "--revision")
         model = await describe(model, machine.vllm.python, revision, env)
+    chosen = None
+    if options.load is not None:
+        engines = most_engines(machine, model, options, before.gpus)
+        if engines > 1:
+            chosen = await choose(options, engines)
     plan = arrange(
         machine,
         model,
         options,
         Ports(before.ports, options.first_port),
+        chosen=chosen,
         ours=before.gpus,
         before=before.engines,
         events_before=before.events_port,

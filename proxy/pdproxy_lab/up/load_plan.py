@@ -1,0 +1,98 @@
+"""Asks `pdproxy plan` which arrangement of the engines serves a load best: `--arrangement auto`
+where there are a load, a profile and an SLO.
+
+It is asked as a command: the simulation takes some seconds of CPU time, and can be ended.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from pdproxy_lab.up.arrangement import Chosen, Role
+from pdproxy_lab.up.errors import CANT_START, UpError
+from pdproxy_lab.up.options import UpOptions, number_of
+from pdproxy_lab.up.program import Ended, run
+from pdproxy_lab.up.rolling import PDPROXY
+
+DEADLINE = 180.0
+"""Seconds. Eight engines take ten."""
+_NONE_KEEPS, _WRONG = 1, 2
+_WORDS = 5
+"""Lines of its report: what is best, what it serves, and why."""
+
+
+class _Best(msgspec.Struct):
+    prefill: int
+    decode: int
+    aggregated: int
+    max_num_batched_tokens: int
+    prefill_max_num_batched_tokens: int | None
+
+
+class _Answer(msgspec.Struct):
+    plan: _Best | None
+
+
+async def choose(options: UpOptions, engines: int) -> Chosen:
+    """Return the best arrangement of so many engines for the load of the options.
+
+    Raises:
+        UpError: an option has no meaning for `plan`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "plan.json"
+        try:
+            ended = await run(_command(options, engines, file), DEADLINE, "pdproxy plan")
+        except UpError as error:
+            return Chosen(
+                "auto", reasons=(f"The arrangement is not chosen for the load: {error}.",)
+            )
+        said = (ended.err + ended.out).decode("utf-8", "replace").strip()
+        if ended.code == _WRONG:
+            raise UpError(said.removeprefix("pdproxy plan: "), CANT_START)
+        return _chosen(ended, said, file.read_bytes())
+
+
+def _command(options: UpOptions, engines: int, file: Path) -> Sequence[str | Path]:
+    slo, load = options.slo, options.load
+    assert load is not None
+    assert options.profile is not None
+    limits = {"ttft": slo.ttft, "tpot": slo.tpot, "gap": slo.gap}
+    given = [f"{name}={_ms(limit)}" for name, limit in limits.items() if limit is not None]
+    line: list[str | Path] = [*PDPROXY, "plan", "--gpus", str(engines), "--seeds", "1"]
+    line += ["--slo", ",".join(given), "--profile", options.profile, "--json", file]
+    for name, value in (
+        ("--input-tokens", load.input_tokens),
+        ("--output-tokens", load.output_tokens),
+        ("--rate", load.rate),
+        ("--chunks", number_of(options.flags, "--max-num-batched-tokens")),
+        ("--max-num-seqs", number_of(options.flags, "--max-num-seqs")),
+    ):
+        if value is not None:
+            line += [name, str(value)]
+    return line
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3f}".rstrip("0").rstrip(".") + "ms"
+
+
+def _chosen(ended: Ended, said: str, content: bytes) -> Chosen:
+    lines = said.partition("\n\n")[0].splitlines()[:_WORDS]
+    words = (f"`pdproxy plan` for this load: {lines[0]}", *(f"  {line}" for line in lines[1:]))
+    try:
+        best = msgspec.json.decode(content, type=_Answer).plan
+    except msgspec.MsgspecError:
+        best = None
+    if ended.code == _NONE_KEEPS or best is None:
+        return Chosen("auto", reasons=words)
+    if best.aggregated:
+        chunks: Mapping[Role, int] = {"aggregated": best.max_num_batched_tokens}
+        return Chosen(f"{best.aggregated}A", chunks, words)
+    chunk = best.max_num_batched_tokens
+    chunks = {"decode": chunk, "prefill": best.prefill_max_num_batched_tokens or chunk}
+    return Chosen(f"{best.prefill}P{best.decode}D", chunks, words)
