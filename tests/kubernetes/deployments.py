@@ -157,9 +157,10 @@ class Controllers:
 
     async def run(self) -> None:
         """Do all of it, until cancelled."""
-        while True:
+        for number in itertools.count():
             await self._reconcile()
-            await self._collect()
+            if number % 10 == 0:
+                await self._collect()
             await asyncio.sleep(LOOK)
 
     async def _reconcile(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 from tests.chart.generate import HOOK
@@ -54,6 +54,17 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.sta
 EXPECTED = BuiltInTokenizer().decode(
     plain(tuple(BuiltInTokenizer().encode(PROMPT)), TOKENS, model="tiny", eos_every=0)
 )
+
+
+class Streamed(Protocol):
+    """What streams come from."""
+
+    @property
+    def proxies(self) -> Sequence[str]:
+        """Their addresses."""
+
+    port: int
+    seen: Counter[str]
 
 
 @dataclass
@@ -262,7 +273,7 @@ async def _killed(process: Forked) -> None:
 
 
 @asynccontextmanager
-async def streaming(made: Fleet, clients: int) -> AsyncIterator[None]:
+async def streaming(made: Streamed, clients: int) -> AsyncIterator[None]:
     """Let so many clients stream, each from one of the proxies. How requests end is counted in
     `seen`: "right", or what was wrong.
     """

@@ -80,6 +80,8 @@ class Kubelet:
         self._task: asyncio.Task[None] | None = None
         self.codes: dict[str, int] = {}
         """By the names of pods, the exit codes of their preStop hooks."""
+        self.ran: dict[str, Object] = {}
+        """By their addresses, all pods that it has run."""
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._run(), name=f"kubelet {self.node}")
@@ -147,6 +149,7 @@ class Kubelet:
     async def _live(self, uid: str) -> None:
         """Run one pod, from its process's start to the end of its object."""
         pod, host = self._seen[uid], next(self._hosts)
+        self.ran[host] = pod
         (container,) = pod["spec"]["containers"]
         volumes = Volumes(self._api, pod, self._folder / uid)
         while (missing := await volumes.missing()) is not None and not self._is_ending(uid):
@@ -191,7 +194,8 @@ class Kubelet:
         """Say whether a container is ready, until its process has ended or its pod is to end."""
         process = self._processes[uid]
         startup, readiness = container.get("startupProbe"), container["readinessProbe"]
-        failures, is_ready, said = 0, False, None
+        said: tuple[bool, bool] | None = None
+        failures, is_ready = 0, False
         while not self._is_ending(uid) and process.returncode is None:
             probe = startup or readiness
             if await _answers(probe, container, host):
@@ -202,9 +206,9 @@ class Kubelet:
             else:
                 failures += 1
                 is_ready = is_ready and failures < probe.get("failureThreshold", 3)
-            if is_ready is not said:
-                await self._say(uid, host, is_ready=is_ready, starts=starts)
-                said = is_ready
+            if said != (now := (is_ready, startup is None)):
+                await self._say(uid, host, is_ready=now[0], is_started=now[1], starts=starts)
+                said = now
             await volumes.missing()  # other contents of ConfigMaps
             await self._sleep(uid, probe["periodSeconds"] / self._pace)
 
@@ -221,10 +225,13 @@ class Kubelet:
         host: str,
         *,
         is_ready: bool = False,
+        is_started: bool = False,
         waiting: tuple[str, str] | None = None,
         starts: int = 0,
     ) -> None:
-        """Write the pod's status. `waiting`: why its container does not run, and a message."""
+        """Write the pod's status. `is_started`: whether the startup probe was answered; `waiting`:
+        why its container does not run, and a message.
+        """
         pod = self._seen[uid]
         state: dict[str, Any] = {"running": {}}
         if waiting is not None:
@@ -233,6 +240,7 @@ class Kubelet:
         of_container = {
             "name": container["name"],
             "ready": is_ready,
+            "started": is_started,
             "restartCount": max(0, starts - 1),
             "state": state,
         }

@@ -35,12 +35,19 @@ async def names(api: Api, folder: Path) -> AsyncIterator[dict[str, str]]:
         async def follow() -> None:
             while True:
                 pods = await api.of(POD).list()
-                for service in await api.of(SERVICE).list():
-                    name, found = service["metadata"]["name"], _addresses(service, pods)
-                    server.records[name, "A"] = (0, found)
-                    server.records[name, "AAAA"] = (0, ())
-                    new = folder / "names" / f".{name}"
-                    new.write_text("".join(f"{one}\n" for one in found))
+                found = {
+                    one["metadata"]["name"]: _addresses(one, pods)
+                    for one in await api.of(SERVICE).list()
+                }
+                server.records = {
+                    **{(name, "A"): (0, places) for name, places in found.items()},
+                    **{(name, "AAAA"): (0, ()) for name in found},
+                }
+                for gone in {one.name for one in (folder / "names").iterdir()} - found.keys():
+                    (folder / "names" / gone).unlink()
+                for name, places in found.items():
+                    new = folder / f"{name}.new"
+                    new.write_text("".join(f"{one}\n" for one in places))
                     new.rename(folder / "names" / name)
                 await asyncio.sleep(LOOK)
 

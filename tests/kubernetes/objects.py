@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from tests.fakes.kubernetes_api import KubernetesApi
+from tests.fakes.kubernetes_writes import merged
 from tests.kubernetes.cluster import GROUP, Cluster
 from tests.kubernetes.kinds import Kind, known, stored
 
@@ -28,6 +29,9 @@ class Objects(Protocol):
 
     async def create(self, one: Object) -> None:
         """Make one."""
+
+    async def change(self, name: str, body: Object) -> None:
+        """Change one by a JSON merge patch."""
 
     async def set_status(self, one: Object, status: Mapping[str, Any]) -> None:
         """Write the status of one. An object that is gone is left alone."""
@@ -68,6 +72,9 @@ class _Fake:
     async def create(self, one: Object) -> None:
         self._put(one)
 
+    async def change(self, name: str, body: Object) -> None:
+        self._put(merged(self._found(name), body))
+
     async def set_status(self, one: Object, status: Mapping[str, Any]) -> None:
         if (found := self._found(one["metadata"]["name"])) is not None:
             self._put({**found, "status": status})
@@ -87,7 +94,7 @@ class _Fake:
         return self._api.objects.get((self._kind.plural, NAMESPACE, name))
 
     def _put(self, one: Object) -> None:
-        made = copy.deepcopy({key: value for key, value in one.items() if key != "kind"})
+        made = copy.deepcopy(dict(one))
         self._api.put(made["metadata"]["name"], NAMESPACE, self._kind.plural, **made)
 
 
@@ -118,6 +125,9 @@ class _Real:
             metadata["finalizers"] = [HELD]
         kind = {"apiVersion": self._kind.version, "kind": self._kind.kind}
         await self._api.ask("POST", self._path, stored({**kind, **one, "metadata": metadata}))
+
+    async def change(self, name: str, body: Object) -> None:
+        await self._api.ask("PATCH", f"{self._path}/{name}", body)
 
     async def set_status(self, one: Object, status: Mapping[str, Any]) -> None:
         more = "/status" if self._kind.has_status else ""
