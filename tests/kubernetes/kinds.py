@@ -77,7 +77,11 @@ KINDS = (
     Kind("coordination.k8s.io/v1", "Lease", "leases"),
     Kind("events.k8s.io/v1", "Event", "events"),
     Kind("gateway.networking.k8s.io/v1", "HTTPRoute", "httproutes"),
-    Kind("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", "leaderworkersets", has_status=True),
+    Kind(
+        *("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", "leaderworkersets"),
+        has_status=True,
+        is_scaled=True,
+    ),
     Kind("monitoring.coreos.com/v1", "PodMonitor", "podmonitors"),
     Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),
     Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets"),
