@@ -18,6 +18,7 @@ import signal
 import tempfile
 from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -78,6 +79,10 @@ class Kubelet:
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._processes: dict[str, Forked] = {}
         self._task: asyncio.Task[None] | None = None
+        self._ended: dict[str, int] = {}
+        """By uids, the exit codes of pods whose container has ended by itself last."""
+        self._conditions: dict[tuple[str, str], tuple[str, str]] = {}
+        """By uids and types, the status of conditions, and since when."""
         self.codes: dict[str, int] = {}
         """By the names of pods, the exit codes of their preStop hooks."""
         self.ran: dict[str, Object] = {}
@@ -167,6 +172,7 @@ class Kubelet:
             starts += 1
             await self._watch(uid, container, host, volumes, starts)
             if not self._is_ending(uid):
+                self._ended[uid] = await self._processes[uid].wait()
                 waiting = ("CrashLoopBackOff", f"its process has ended {starts} times")
                 await self._say(uid, host, waiting=waiting, starts=starts)
                 await self._sleep(uid, AGAIN / self._pace)
@@ -244,14 +250,26 @@ class Kubelet:
             "restartCount": max(0, starts - 1),
             "state": state,
         }
+        if (code := self._ended.get(uid)) is not None:
+            of_container["lastState"] = {"terminated": {"exitCode": code, "reason": "Error"}}
+        conditions = [{"type": "PodScheduled", "status": "True"}, ready_condition(is_ready)]
         status = {
             "phase": "Running" if starts else "Pending",
-            "conditions": [{"type": "PodScheduled", "status": "True"}, ready_condition(is_ready)],
+            "conditions": [self._since(uid, one) for one in conditions],
             "containerStatuses": [of_container],
         }
         if starts:
             status |= {"podIP": host, "podIPs": [{"ip": host}]}
         await self._pods.set_status(pod, status)
+
+    def _since(self, uid: str, condition: dict[str, str]) -> dict[str, str]:
+        """Return a condition with the time since which it is so."""
+        key = (uid, condition["type"])
+        status, _ = self._conditions.get(key, ("", ""))
+        if status != condition["status"]:
+            now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            self._conditions[key] = (condition["status"], now)
+        return {**condition, "lastTransitionTime": self._conditions[key][1]}
 
     async def _end(
         self,

@@ -16,6 +16,7 @@ from tests.kubernetes.objects import Api, Object
 LOOK = 0.1
 _GETENT = """#!/bin/sh
 # getent ahosts NAME
+[ -e "{names}/$2" ] || exit 2
 while read -r address; do echo "$address STREAM $2"; done <"{names}/$2"
 """
 

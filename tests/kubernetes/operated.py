@@ -29,7 +29,7 @@ from tests.kubernetes.kinds import PROXY as PROXIES
 from tests.kubernetes.kinds import RUNTIME as RUNTIMES
 from tests.kubernetes.machines import PORT, Machines, machines
 from tests.kubernetes.objects import Api, FakeApi, Object, RealApi
-from tests.operator.test_definitions import filled, schema
+from tests.operator.filled import filled, schema_of
 from tests.unit.test_informer import kubeconfig
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "kubernetes" / "operator-2p2d.yaml"
@@ -65,7 +65,7 @@ class Operated:
         """Make PDRuntimes and PDProxies."""
         for one in objects:
             kind = KIND[one["kind"]]
-            made = filled(dict(one), schema(kind.plural)) if self.fills else one
+            made = filled(dict(one), schema_of(kind.plural)) if self.fills else one
             await self.api.of(kind).create(made)
 
     async def change(self, kind: Kind, name: str, **spec: Any) -> None:

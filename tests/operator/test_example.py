@@ -11,7 +11,7 @@ import msgspec
 from pdproxy_operator.pools import pools_of
 from pdproxy_operator.resources import Proxy, Runtime
 from tests.kubernetes.operated import example_objects
-from tests.operator.test_definitions import filled, schema
+from tests.operator.filled import filled, schema_of
 
 PLURALS = {"PDRuntime": "pdruntimes", "PDProxy": "pdproxies"}
 
@@ -27,7 +27,7 @@ def strict(one: dict[str, Any]) -> dict[str, Any]:
 
 
 def mistakes(one: dict[str, Any]) -> Iterator[str]:
-    known = strict(schema(PLURALS[one["kind"]]))
+    known = strict(schema_of(PLURALS[one["kind"]]))
     known["properties"]["metadata"] = {}
     for error in jsonschema.Draft202012Validator(known).iter_errors(one):
         yield f"{one['metadata']['name']}: {error.message}"
@@ -36,7 +36,7 @@ def mistakes(one: dict[str, Any]) -> Iterator[str]:
 def test_the_example_makes_a_2p2d() -> None:
     objects = example_objects()
     assert [wrong for one in objects for wrong in mistakes(one)] == []
-    full = [filled(one, schema(PLURALS[one["kind"]])) for one in objects]
+    full = [filled(one, schema_of(PLURALS[one["kind"]])) for one in objects]
     runtimes = [msgspec.convert(one, Runtime) for one in full if one["kind"] == "PDRuntime"]
     proxies = [msgspec.convert(one, Proxy) for one in full if one["kind"] == "PDProxy"]
     ((_, pool),) = pools_of(proxies, runtimes)
