@@ -20,9 +20,11 @@ def option(name: str) -> str:
 
 
 def engine() -> None:
-    role = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "any"}[
-        json.loads(option("--kv-transfer-config"))["kv_role"]
-    ]
+    role = "aggregated"
+    if "--kv-transfer-config" in sys.argv:
+        role = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "any"}[
+            json.loads(option("--kv-transfer-config"))["kv_role"]
+        ]
     Path(ORDERS["notes"], f"{role}-{os.getpid()}").write_text(
         json.dumps({"argv": sys.argv, "env": dict(os.environ)})
     )
@@ -42,7 +44,8 @@ def engine() -> None:
         "--model",
         option("--served-model-name"),
     ]
-    line += ["--side-channel-port", os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"]]
+    if role != "aggregated":
+        line += ["--side-channel-port", os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"]]
     line += ["--enable-prompt-tokens-details", "--speed", ORDERS.get("speed", "0")]
     os.execv(sys.executable, [sys.executable, "-m", "pdproxy", *line])
 

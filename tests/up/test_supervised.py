@@ -64,7 +64,9 @@ def kept(folder: Path, health: str, line: str, said: list[str], **times: Any) ->
     process = OwnProcess("any-0", Folder(folder))
     command = EngineCommand(("sh", "-c", line), {"OWN": "1"})
     used = dataclasses.replace(TIMES, **times)
-    return Supervised(process, command, health, {"PATH": "/bin:/usr/bin"}, said.append, used)
+    return Supervised(
+        process, command, health, health, {"PATH": "/bin:/usr/bin"}, said.append, used
+    )
 
 
 async def test_a_crash_loop_ends_with_its_reason(

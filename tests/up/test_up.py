@@ -9,6 +9,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from tests.demo.processes import running
 from tests.fakes.vllm_box import GPU, nvidia_smi
 from tests.up.processes import SERVES, load, machine
 from tests.up.test_nvidia_gpus import LISTED, TOPO, USED
@@ -36,6 +37,24 @@ async def test_from_nothing_to_answers_with_one_engine_killed_under_load(tmp_pat
         up.process.send_signal(signal.SIGTERM)
         assert await up.ended() == 0
         assert await up.errors() == ""
+
+
+async def test_the_proxy_runs_on_while_no_engine_serves(tmp_path: Path) -> None:
+    async with machine(tmp_path, speed="1") as box, box.up("--arrangement", "1A") as up:
+        await up.until(SERVES)
+        proxy = box.pid("proxy")
+        engine = f"http://127.0.0.1:{box.first_port}"
+        admin = ("--admin", f"unix:{box.up_folder}/admin.sock")
+        async with running("drain", engine, *admin, command="engines") as drain:
+            assert await drain.ended() == 0
+        async with aiohttp.ClientSession() as session:
+            for _ in range(44):  # as long as an engine may say that its core is dead, and again
+                async with session.get(f"{box.url}/ready") as answer:
+                    assert answer.status == 503
+                assert box.pid("proxy") == proxy
+                await asyncio.sleep(0.5)
+        up.process.send_signal(signal.SIGTERM)
+        assert await up.ended() == 0
 
 
 async def test_other_flags_reach_each_engine_under_load_and_wrong_ones_none(tmp_path: Path) -> None:

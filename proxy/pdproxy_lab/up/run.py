@@ -101,6 +101,7 @@ class Up:
                 engine.name,
                 self._state.commands[engine.name],
                 f"{_url(engine)}/health",
+                f"{_url(engine)}/health",
             )
             for engine in self._state.engines
         }
@@ -108,7 +109,9 @@ class Up:
         self._proxy = self._supervised(
             PROXY,
             EngineCommand((*PDPROXY, "serve", "--config", str(folder.settings)), {}),
-            f"{url_of(prepared.settings)}/ready",
+            # whatever its engines do
+            f"{url_of(prepared.settings)}/ready/proxy",
+            f"{url_of(prepared.settings)}/health",
             grace=longest_drain(deadlines, listen.linger),
         )
         self._keeping: dict[str, asyncio.Task[None]] = {}
@@ -304,10 +307,10 @@ class Up:
         self._folder.forget()
 
     def _supervised(
-        self, name: str, command: EngineCommand, health: str, grace: float = GRACE
+        self, name: str, command: EngineCommand, ready: str, health: str, grace: float = GRACE
     ) -> Supervised:
         process = OwnProcess(name, self._folder)
-        return Supervised(process, command, health, self._env, self._say, self._times, grace)
+        return Supervised(process, command, ready, health, self._env, self._say, self._times, grace)
 
 
 def _url(engine: PlannedEngine) -> str:

@@ -42,14 +42,16 @@ class Times:
 
 
 class Supervised:
-    """One of these. `health`: the URL that answers 200 once it serves. `environment`: of this
-    process; the command's own variables override it.
+    """One of these. `ready`: the URL that answers 200 once it serves; `health`: the one that
+    answers 503 if it must be started again. `environment`: of this process; the command's own
+    variables override it.
     """
 
     def __init__(
         self,
         process: OwnProcess,
         command: EngineCommand,
+        ready: str,
         health: str,
         environment: Mapping[str, str],
         say: Say,
@@ -60,7 +62,7 @@ class Supervised:
         self.command = command
         self.is_given_up = False
         """Whether it ended so often that it is not started again."""
-        self._health = health
+        self._ready, self._health = ready, health
         self._environment = environment
         self._say = say
         self._times = times
@@ -99,7 +101,7 @@ class Supervised:
             if (reached := stage_of(self.process.new_lines(), stage)) > stage:
                 stage = reached
                 say(f"{self.name}: {STAGES[stage][0]}")
-            if await self._status(session) == 200:
+            if await self._status(session, self._ready) == 200:
                 self.process.note_shared_memory()
                 self.is_given_up = False
                 say(f"{self.name}: ready after {loop.time() - begun:.0f} s")
@@ -153,7 +155,8 @@ class Supervised:
             if loop.time() - asked >= self._times.health:
                 asked = loop.time()
                 # a busy engine may be late with its answer; only one that says so is dead
-                dead = (dead or asked) if await self._status(session) == 503 else None
+                status = await self._status(session, self._health)
+                dead = (dead or asked) if status == 503 else None
                 if dead is not None and loop.time() - dead >= self._times.dead:
                     return "says that its core is dead"
         return self.process.how
@@ -166,12 +169,12 @@ class Supervised:
             self._ends.popleft()
         return len(self._ends) == self._times.most
 
-    async def _status(self, session: aiohttp.ClientSession) -> int | None:
+    async def _status(self, session: aiohttp.ClientSession, url: str) -> int | None:
         """Return the status of its answer, None if there is none in time."""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
             async with asyncio.timeout(self._times.answer):
                 try:
-                    async with session.get(self._health, ssl=False) as answer:
+                    async with session.get(url, ssl=False) as answer:
                         return answer.status
                 except aiohttp.ClientConnectorCertificateError:
                     return 200  # it listens, and asks for a certificate of clients
