@@ -5,13 +5,13 @@ print its definitions.
 from __future__ import annotations
 
 import argparse
-from importlib import import_module
 from typing import TYPE_CHECKING, get_args
 
 from pdproxy.cli.parser import examples
 from pdproxy.settings.errors import SettingsError, quote
 from pdproxy.settings.kubernetes import NAMESPACE
 from pdproxy.settings.listen import LogFormat, LogLevel, place_of
+from pdproxy_operator import definitions
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
@@ -90,7 +90,7 @@ def add(commands: Commands, summary: str) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the operator, or print the definitions. Return the exit code."""
     if arguments.action == "crds":
-        print(import_module("pdproxy_operator.definitions").text(), end="")
+        print(definitions.text(), end="")
         return 0
     for name in arguments.namespace:
         if not NAMESPACE.fullmatch(name):

@@ -104,7 +104,7 @@ class Election:
         """Try once to take the Lease, or to renew it. Return whether that has succeeded."""
         begun = self._now()
         try:
-            async with asyncio.timeout(max(1.0, self._left(begun))):
+            async with asyncio.timeout(max(1.0, min(RENEW_WITHIN / 2, self._left(begun)))):
                 has = await self._take()
         except (ApiError, TimeoutError) as error:
             await self._connection.drop()

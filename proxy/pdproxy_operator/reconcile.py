@@ -25,7 +25,7 @@ from pdproxy_operator.kinds import PROXIES, RUNTIMES, WORKLOADS, WRITTEN, Kind, 
 from pdproxy_operator.names import DELETION_COST, PROXY, REVISION, RUNTIME
 from pdproxy_operator.own import OwnObject, OwnPod
 from pdproxy_operator.pages import Pages
-from pdproxy_operator.parts import parts_of
+from pdproxy_operator.parts import WORKER, parts_of
 from pdproxy_operator.pools import Pool, pools_of, selected_pools
 from pdproxy_operator.proxy_objects import proxy_objects
 from pdproxy_operator.proxy_settings import scheme_of
@@ -39,7 +39,7 @@ from pdproxy_operator.resources import (
     selects,
 )
 from pdproxy_operator.rollout import Part, Step, Wanted, next_step
-from pdproxy_operator.scaled import WORKER, scaled_of, serves
+from pdproxy_operator.scaled import scaled_of, serves
 from pdproxy_operator.scaling import Decision, decide
 from pdproxy_operator.store import Group, Store
 from pdproxy_operator.transitions import Rate, event_of, transitions

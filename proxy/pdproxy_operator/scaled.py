@@ -7,12 +7,10 @@ from datetime import datetime
 
 from pdproxy_operator.figures import Figures
 from pdproxy_operator.own import OwnPod
+from pdproxy_operator.parts import WORKER
 from pdproxy_operator.pools import Pool
 from pdproxy_operator.resources import Runtime
 from pdproxy_operator.scaling import Scaled
-
-WORKER = "leaderworkerset.sigs.k8s.io/worker-index"
-"""The label of a group's pods: the one that serves has 0."""
 
 
 def scaled_of(

@@ -36,7 +36,8 @@ KILLS = int(os.environ.get("PDPROXY_TEST_KILLS", "50"))
 OWN = f"/apis/{API_VERSION}/namespaces/default"
 OLD, NEW = "vllm/vllm-openai:v0.32.0", "vllm/vllm-openai:v0.33.0"
 _SHORT = (
-    "import sys; from pdproxy_operator import work; work.LONGEST_PAUSE = {pause}; "
+    "import sys; from pdproxy_operator import lease, work; work.LONGEST_PAUSE = {pause}; "
+    "lease.DURATION, lease.RENEW_WITHIN = 40, 30; "  # this machine may be busy
     "from pdproxy.cli.main import main; sys.exit(main(sys.argv[1:]))"
 )
 Object = dict[str, Any]
@@ -317,7 +318,7 @@ async def test_of_two_operators_one_acts_and_the_other_takes_over(world: World) 
             async def takes_over() -> bool:
                 return (await world.lease()).startswith("second-")
 
-            await world.until(takes_over, 30)
+            await world.until(takes_over)
             await world.until(lambda: world.ready(NEW, 2, 2))
             assert second.returncode is None
 

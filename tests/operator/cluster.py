@@ -19,7 +19,7 @@ import yaml
 from pdproxy.settings.kubernetes import Kubernetes
 from pdproxy.upstream.kubernetes import KubernetesApi as Client
 from pdproxy_operator.kinds import WRITTEN
-from pdproxy_operator.names import APPLIED
+from pdproxy_operator.names import APPLIED, DELETION_COST
 from pdproxy_operator.resources import API_VERSION, Proxy, Runtime
 from pdproxy_operator.run import Operator, Options
 from tests.fakes.kubernetes_api import KubernetesApi, kubernetes_api
@@ -27,6 +27,7 @@ from tests.unit.test_informer import kubeconfig
 
 NAMESPACE = "llm"
 Object = dict[str, Any]
+_SINCE = "2026-01-01T00:00:00Z"
 _LOOK = 0.005
 """Seconds between two looks of the controller."""
 
@@ -99,25 +100,21 @@ class Cluster:
                 owners = one["metadata"].get("ownerReferences", ())
                 if owners and not any(owner["uid"] in uids for owner in owners):
                     self.api.delete(name, namespace, plural)
-                elif plural == "deployments":
-                    self._control(name, one)
+                elif plural in ("deployments", "leaderworkersets"):
+                    self._control(plural, name, one)
             await asyncio.sleep(_LOOK)
 
-    def _control(self, name: str, one: Object) -> None:
-        pods = {
-            pod: value
-            for pod, value in self.of("pods").items()
-            if value["metadata"]["labels"]["deployment"] == name
-        }
-        template = one["spec"]["template"]
+    def _control(self, plural: str, name: str, one: Object) -> None:
+        spec = one["spec"]
+        template = spec.get("template") or spec["leaderWorkerTemplate"]["workerTemplate"]
         image = template["spec"]["containers"][0]["image"]
-        wanted = one["spec"].get("replicas", 1)
-        costs = lambda pod: int(  # noqa: E731
-            pods[pod]["metadata"]
-            .get("annotations", {})
-            .get("controller.kubernetes.io/pod-deletion-cost", 0)
-        )
-        for pod in sorted(pods, key=costs)[: max(0, len(pods) - wanted)]:
+        pods = {
+            pod: int(value["metadata"].get("annotations", {}).get(DELETION_COST, 0))
+            for pod, value in self.of("pods").items()
+            if value["metadata"]["labels"]["of"] == name
+        }
+        wanted = spec.get("replicas", 1)
+        for pod in sorted(pods, key=pods.__getitem__)[: max(0, len(pods) - wanted)]:
             self.api.delete(pod, NAMESPACE)
         for _ in range(wanted - len(pods)):
             self._numbers += 1
@@ -126,7 +123,7 @@ class Cluster:
                 f"{name}-{self._numbers}",
                 NAMESPACE,
                 metadata={
-                    "labels": {**template["metadata"]["labels"], "deployment": name},
+                    "labels": {**template["metadata"]["labels"], "of": name},
                     "ownerReferences": [{"uid": one["metadata"]["uid"], "controller": True}],
                 },
                 spec={"nodeName": "node", "containers": []},
@@ -134,14 +131,14 @@ class Cluster:
                     "phase": "Running",
                     "podIP": "127.0.0.1",
                     "conditions": [
-                        {"type": "PodScheduled", "status": "True"},
-                        {"type": "Ready", "status": ready},
+                        {"type": kind, "status": status, "lastTransitionTime": _SINCE}
+                        for kind, status in (("PodScheduled", "True"), ("Ready", ready))
                     ],
                 },
             )
         status = {"replicas": wanted, "observedGeneration": one["metadata"]["generation"]}
         if one.get("status") != status:
-            key = ("deployments", NAMESPACE, name)
+            key = (plural, NAMESPACE, name)
             self.api._store(key, {**copy.deepcopy(one), "status": status})
 
     # operators
