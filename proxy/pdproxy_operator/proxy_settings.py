@@ -28,6 +28,7 @@ KEYS = "/etc/pdproxy-keys"
 RUN = "/run/pdproxy"
 """The folder that the proxies write to."""
 _PORT = 8000
+_POOL = re.compile(r"\bpools\[([0-9]{1,4})\]")
 _PODS = re.compile(r"podss?://([^/:]*)", re.IGNORECASE)
 _INFERENCE_POOLS = re.compile(r"inferencepools?://", re.IGNORECASE)
 _STOP_SECONDS = 20
@@ -82,6 +83,7 @@ def proxy_settings(proxy: Proxy, pools: Sequence[Pool], key_hash: str | None) ->
     }
     if auth:
         own["auth"] = auth
+    _refuse_equal_names(pools)
     merged_pools = _pools(pools, config.get("pools"))
     if any(_PODS.match(url) for url in _urls(merged_pools)):
         own["kubernetes"] = {"cache_file": f"{RUN}/pods.json"}
@@ -192,7 +194,20 @@ def _checked(content: Object) -> Settings:
     try:
         return settings_of(_without_files(content))
     except SettingsError as error:
-        raise ConfigError(f"config: {error}") from None
+        raise ConfigError(f"the settings are refused: {_by_names(str(error), content)}") from None
+
+
+def _by_names(text: str, content: Object) -> str:
+    """Return mistakes with the names of pools: numbers are not those of `config`, since the pools
+    of runtimes come first.
+    """
+    pools = content["pools"]
+
+    def named(match: re.Match[str]) -> str:
+        pool = pools[at] if (at := int(match[1])) < len(pools) else None
+        return f"pools[{pool.get('name', 'default')}]" if isinstance(pool, dict) else match[0]
+
+    return _POOL.sub(named, text) if isinstance(pools, list) else text
 
 
 def _without_files(content: Object) -> Object:
@@ -213,9 +228,19 @@ def _without_files(content: Object) -> Object:
         ]
         for part in (pool, *facts):
             name = part.get("profile")
-            if isinstance(name, str) and name not in shipped():
+            if isinstance(name, str) and "/" in name:
                 part["profile"] = stand_in
     return content
+
+
+def _refuse_equal_names(pools: Sequence[Pool]) -> None:
+    by_name = {pool.name: pool for pool in pools}
+    for pool in pools:
+        if by_name[pool.name] is not pool:
+            raise ConfigError(
+                f"the pools of the models {pool.model} and {by_name[pool.name].model} would have "
+                f"one name, {pool.name}: select them by two PDProxies"
+            )
 
 
 def _refuse_unnamed_connectors(content: Object, pools: Sequence[Pool]) -> None:
@@ -234,10 +259,10 @@ def _refuse_unnamed_connectors(content: Object, pools: Sequence[Pool]) -> None:
 def _refuse_what_cannot_work(settings: Settings) -> None:
     listen = settings.listen
     if listen.uds is not None:
-        raise ConfigError("config: listen.uds: nobody outside of the pod reaches a Unix socket")
+        raise ConfigError("config.listen.uds: nobody outside of the pod reaches a Unix socket")
     if listen.tls.client_ca is not None:
         raise ConfigError(
-            "config: listen.tls.client_ca: the probes of Kubernetes have no certificate: check "
+            "config.listen.tls.client_ca: the probes of Kubernetes have no certificate: check "
             "clients' certificates at a gateway in front"
         )
     for pool in settings.pools:
@@ -245,7 +270,7 @@ def _refuse_what_cannot_work(settings: Settings) -> None:
             match = _PODS.match(node.url)
             if _INFERENCE_POOLS.match(node.url) or (match is not None and match[1]):
                 raise ConfigError(
-                    f"config: pool {pool.name}: {node.url}: the operator gives rights for the pods "
+                    f"pool {pool.name}: {node.url}: the operator gives rights for the pods "
                     "of its own namespace alone: pods://:PORT/LABEL_SELECTOR"
                 )
 

@@ -51,13 +51,21 @@ def test_what_a_runtime_says_of_its_engines_is_in_the_settings() -> None:
     [
         (
             {"config": {"deadlines": {"drian": 5}}},
-            "config: deadlines.drian: unknown key (did you mean drain?)",
+            "the settings are refused: deadlines.drian: unknown key (did you mean drain?)",
         ),
-        ({"config": {"deadlines": {"drain": -5}}}, "config: deadlines.drain: "),
+        ({"config": {"deadlines": {"drain": -5}}}, "the settings are refused: deadlines.drain: "),
         ({"config": {"dns": {"min_ttl": 90}}}, "dns.min_ttl"),
-        ({"config": {"pools": {"nodes": []}}}, "config: pools: "),
-        ({"config": {"pools": [{"name": "x", "nodes": "y"}]}}, "config: pools[1].nodes: "),
-        ({"config": {"listen": "here"}}, "config: listen: "),
+        ({"config": {"pools": ["x"]}}, "refused: pools[1]: expected a mapping"),
+        (
+            {"config": {"pools": [{"name": "Qwen-Qwen3-0.6B-nixl", "profile": "h200-9b"}]}},
+            "the settings are refused: pools[Qwen-Qwen3-0.6B-nixl].profile: ",
+        ),
+        ({"config": {"pools": {"nodes": []}}}, "the settings are refused: pools: "),
+        (
+            {"config": {"pools": [{"name": "x", "nodes": "y"}]}},
+            "the settings are refused: pools[x].nodes: ",
+        ),
+        ({"config": {"listen": "here"}}, "the settings are refused: listen: "),
         ({"config": {"listen": {"uds": "/run/x"}}}, "nobody outside of the pod reaches a Unix"),
         ({"config": {"listen": {"tls": {"client_ca": "/ca"}}}}, "listen.tls"),
         (
@@ -93,8 +101,20 @@ def test_what_proxies_would_refuse_is_refused_in_a_sentence(
 
 
 def test_one_role_alone_is_refused() -> None:
-    with pytest.raises(ConfigError, match="decode"):
+    with pytest.raises(ConfigError) as error:
         settings(PREFILL)
+    assert "pools[Qwen-Qwen3-0.6B-nixl].nodes: prefill engines, but no decode" in str(error.value)
+
+
+def test_models_that_would_be_one_pool_are_refused() -> None:
+    with pytest.raises(ConfigError) as error:
+        settings(PREFILL, DECODE, runtime("other", "any", model={"name": "Qwen-Qwen3-0.6B"}))
+    assert "the models Qwen-Qwen3-0.6B and Qwen/Qwen3-0.6B would have one name" in str(error.value)
+
+
+def test_a_value_that_looks_like_a_pool_is_none() -> None:
+    with pytest.raises(ConfigError, match=r"pools\[77\]"):
+        settings(config={"deadlines": {"pools[77]": 5}})
 
 
 def test_custom_engines_need_the_name_of_a_connector() -> None:
