@@ -9,6 +9,7 @@ from typing import NamedTuple
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
+from pdproxy.app.listening import listen
 from pdproxy.app.own_listener import OwnListener, own_bounds
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
@@ -59,9 +60,7 @@ def bound(host: str, port: int) -> socket.socket:
         SettingsError: it can't be had.
     """
     try:
-        return socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        )
+        return listen(host, port)
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or error
         raise SettingsError(f"--listen: can't listen on {host}:{port}: {why}") from None
