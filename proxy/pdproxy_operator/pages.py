@@ -78,7 +78,7 @@ class Pages:
                 uids = {one.metadata.uid for one in proxies}
                 self._asked &= uids
                 self._said = {name: said for name, said in self._said.items() if said.uid in uids}
-                self._keys = {}
+                self._keys.clear()
                 async with asyncio.TaskGroup() as tasks:
                     for proxy in proxies:
                         tasks.create_task(self._ask(proxy))
