@@ -32,11 +32,14 @@ _LOOK = 0.005
 
 
 class Cluster:
-    """`stuck`: images whose pods never get ready. `api`: the server."""
+    """`stuck`: images whose pods never get ready; `collects`: whether what has lost its owner is
+    deleted. `api`: the server.
+    """
 
     def __init__(self, api: KubernetesApi, folder: Path) -> None:
         self.api = api
         self.stuck: set[str] = set()
+        self.collects = True
         self._folder = folder
         self._numbers = 0
         for kind in WRITTEN:
@@ -97,7 +100,8 @@ class Cluster:
             uids = {one["metadata"]["uid"] for one in self.api.objects.values()}
             for (plural, namespace, name), one in list(self.api.objects.items()):
                 owners = one["metadata"].get("ownerReferences", ())
-                if owners and not any(owner["uid"] in uids for owner in owners):
+                is_left = owners and not any(owner["uid"] in uids for owner in owners)
+                if is_left and self.collects:
                     self.api.delete(name, namespace, plural)
                 elif plural in ("deployments", "leaderworkersets"):
                     self._control(plural, name, one)

@@ -119,6 +119,35 @@ async def test_an_object_of_others_is_left_alone_and_named(some: Cluster) -> Non
         assert "pdproxy-replicas" in some.of("services"), "others are made"
 
 
+async def test_an_object_of_another_owner_is_left_alone_while_there_is_one(some: Cluster) -> None:
+    """What a PDProxy of the same name has left is made anew. Of two PDProxies that need the same
+    name one gets it, and the other says so.
+    """
+    some.collects = False
+    some.put(runtime("p", "prefill"), runtime("d", "decode"), proxy())
+    labels = {"app.kubernetes.io/managed-by": "pdproxy-operator", "pdproxy.dev/proxy": "pdproxy"}
+    metadata = {"labels": labels, "ownerReferences": [{"uid": "gone", "controller": True}]}
+    some.api.put("pdproxy", NAMESPACE, "services", metadata=metadata, spec={})
+    async with some.operating():
+        await until(lambda: some.of("services").get("pdproxy", {}).get("spec"))
+        (owner,) = some.of("services")["pdproxy"]["metadata"]["ownerReferences"]
+        assert owner["uid"] == uid_of(some, "pdproxies", "pdproxy")
+        some.put(proxy("pdproxy-all"))
+        await until(lambda: some.of("pdproxies")["pdproxy-all"].get("status"))
+        await some.calm()
+        said = {
+            name: str(one["status"]["conditions"]) for name, one in some.of("pdproxies").items()
+        }
+        note = "There is a Service pdproxy-all that is not of this PDProxy"
+        assert [note in said[name] for name in ("pdproxy", "pdproxy-all")] == [False, True]
+        (owner,) = some.of("services")["pdproxy-all"]["metadata"]["ownerReferences"]
+        assert owner["uid"] == uid_of(some, "pdproxies", "pdproxy")
+
+
+def uid_of(of: Cluster, plural: str, name: str) -> str:
+    return str(of.of(plural)[name]["metadata"]["uid"])
+
+
 async def test_an_object_that_cannot_be_read_stops_no_other(
     some: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
