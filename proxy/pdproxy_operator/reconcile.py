@@ -145,6 +145,8 @@ class _Reconciliation:
 
     async def run(self) -> None:
         """Write all differences."""
+        if (unreadable := self._unreadable()) is not None:
+            await self._leave(unreadable)
         rollouts = self._rollouts()
         for one in rollouts:
             refused = await self._engines(one)
@@ -158,6 +160,19 @@ class _Reconciliation:
             await self._store.caught_up(kind, name, version)
         if self._failures:
             raise self._failures[0]
+
+    def _unreadable(self) -> Group | None:
+        runtimes = [one for pool in self._pools for one in pool.runtimes]
+        return self._store.unreadable_near(self._namespace, self._proxy, runtimes)
+
+    async def _leave(self, unreadable: Group) -> None:
+        """Leave all as it is: without an object that can't be read, pools and their revision would
+        be others. Raises ApiError.
+        """
+        why = f"The {unreadable.kind} {unreadable.name} can't be read, so nothing is changed."
+        if self._proxy is not None:
+            await self._say_proxy(self._proxy, [], why)
+        raise ApiError(why)
 
     async def _do(self, write: Awaitable[str], kind: Kind, namespace: str, name: str) -> None:
         """Write one object. A refusal keeps no other from being written."""
@@ -390,6 +405,11 @@ class _Reconciliation:
                 await self._apply(proxy, one)
             await self._delete_unwanted(proxy, wanted)
             refused = self._taken.get((PROXY, proxy.metadata.name))
+        await self._say_proxy(proxy, steps, refused)
+
+    async def _say_proxy(self, proxy: Proxy, steps: Sequence[Step], refused: str | None) -> None:
+        """Have the status of a PDProxy be as it is. `refused`: why its objects are not written."""
+        pools = selected_pools(proxy, self._runtimes)
         pods = self._pods(PROXY, proxy)
         owned = {name_of(one).name for pool in self._pools for one in pool.runtimes}
         shared = [

@@ -1,7 +1,7 @@
 """All objects that matter to the operator, as the API server gave them last.
 
 Owns them, the groups that they belong to, and what is wrong with following them. A PDRuntime or a
-PDProxy that can't be read is left out alone, and named: others go on.
+PDProxy that can't be read is named: what does not depend on it goes on.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from pdproxy_operator.resources import (
     Runtime,
     RuntimeSpec,
     RuntimeStatus,
+    Selector,
     name_of,
     selects,
 )
@@ -187,8 +188,8 @@ class Store:
         self._runtimes: dict[str, dict[str, Runtime]] = {}
         self._proxies: dict[str, dict[str, Proxy]] = {}
         """By namespace and name, as all others."""
-        self.unreadable: dict[tuple[str, Name], str] = {}
-        """Why each object that can't be read can't be, by its kind and name."""
+        self.unreadable: dict[Group, Unread] = {}
+        """PDRuntimes and PDProxies whose spec can't be read."""
         places: list[str | None] = list(namespaces) or [None]
         self._resources: list[Part[Unread]] = [
             Part(kind, place, partial(self._take, kind), self._known)
@@ -281,6 +282,24 @@ class Store:
         """Return the PDProxies of all namespaces."""
         return [one for within in self._proxies.values() for one in within.values()]
 
+    def unreadable_near(
+        self, namespace: str, proxy: Proxy | None, runtimes: Sequence[Runtime]
+    ) -> Group | None:
+        """Return an object that can't be read, and without which nobody knows what some runtimes
+        and their PDProxy should be: a PDRuntime that it selects, or another PDProxy that selects
+        them. None: there is none.
+        """
+        for named, one in self.unreadable.items():
+            if named.namespace != namespace:
+                continue
+            if named.kind == PROXIES.kind:
+                selector = _selector(one)
+                if any(_may_select(selector, each, proxy) for each in runtimes):
+                    return named
+            elif proxy is not None and selects(proxy.spec.runtime_selector, one.metadata.labels):
+                return named
+        return None
+
     def uids(self, namespace: str) -> set[str]:
         """Return the uids of all PDRuntimes and PDProxies of a namespace, also of those that can't
         be read.
@@ -352,13 +371,15 @@ class Store:
             changed = one or was
             assert changed is not None
             namespace, name = changed.metadata.namespace, changed.metadata.name
-            self.unreadable.pop((kind.kind, Name(namespace, name)), None)
+            named = Group("PDRuntime" if kind == RUNTIMES else "PDProxy", namespace, name)
+            self.unreadable.pop(named, None)
             known.setdefault(namespace, {}).pop(name, None)
             if one is not None and one.metadata.deletion_timestamp is None:
                 try:
                     known[namespace][name] = _read(kind, one)
                 except UNREADABLE as error:
-                    self._refuse(kind, Name(namespace, name), error)
+                    self.unreadable[named] = one
+                    logger.error("%s can't be read: %s", named, truncate(str(error)))  # noqa: TRY400
         # by a user's change another PDProxy or another PDRuntime may be concerned, too
         for namespace in by_users:
             for group in before[namespace] | self.groups(namespace):
@@ -366,11 +387,6 @@ class Store:
         for _, one in changes:
             if one is not None and one.metadata.namespace not in by_users:
                 self._change(kind.kind, one.metadata.namespace, one.metadata.name)
-
-    def _refuse(self, kind: Kind, name: Name, error: Exception) -> None:
-        why = truncate(str(error))
-        self.unreadable[kind.kind, name] = why
-        logger.error("%s %s/%s can't be read, and stays as it is: %s", kind.kind, *name, why)
 
     def _moved(self, changes: Changes[OwnObject] | Changes[OwnPod]) -> None:
         """Some of the operator's own objects are others, or gone."""
@@ -419,6 +435,27 @@ def _read(kind: Kind, one: Unread) -> Runtime | Proxy:
         msgspec.json.decode(one.spec, type=ProxySpec),
         _status(one.status, ProxyStatus),
     )
+
+
+class _Selecting(Renamed, frozen=True):
+    runtime_selector: Selector
+
+
+def _selector(one: Unread) -> Selector | None:
+    """Return which PDRuntimes a PDProxy selects that can't be read otherwise. None: nobody
+    knows.
+    """
+    try:
+        return msgspec.json.decode(one.spec, type=_Selecting).runtime_selector
+    except UNREADABLE:
+        return None
+
+
+def _may_select(selector: Selector | None, runtime: Runtime, known: Proxy | None) -> bool:
+    """Return whether a PDProxy that can't be read may select a runtime. `known`: one that does."""
+    if selector is None:
+        return known is None
+    return selects(selector, runtime.metadata.labels)
 
 
 S = TypeVar("S", RuntimeStatus, ProxyStatus)

@@ -156,13 +156,42 @@ async def test_an_object_that_cannot_be_read_stops_no_other(
     some.api.put("older", NAMESPACE, "pdproxies")
     async with some.operating() as operator:
         await until(lambda: len(some.of("deployments")) == 3)
-        lines = [one.getMessage() for one in caplog.records if "can't be read" in one.getMessage()]
+        lines = [one.getMessage() for one in caplog.records if "can't be read:" in one.getMessage()]
         assert any(line.startswith("PDRuntime llm/old can't be read") for line in lines)
         assert any(line.startswith("PDProxy llm/older can't be read") for line in lines)
         assert "pdproxy_operator_unreadable_objects 2.0" in str(operator.answers()["/metrics"]())
         some.put(runtime("old", "decode"))
         await until(lambda: len(some.of("deployments")) == 4)
         assert "pdproxy_operator_unreadable_objects 1.0" in str(operator.answers()["/metrics"]())
+
+
+async def test_what_depends_on_an_object_that_cannot_be_read_stays_as_it_is(some: Cluster) -> None:
+    """Without it a pool would have another revision, and proxies would lose engines."""
+    some.put(
+        runtime("p", "prefill"),
+        runtime("d", "decode"),
+        runtime("alone", "aggregated", own_labels={"model": "other"}),
+        proxy(),
+    )
+    async with some.operating():
+        await until(lambda: len(some.of("deployments")) == 4)
+        await some.calm()
+        before = {key: one for key, one in some.shown().items() if not key[0].startswith("pd")}
+        whole = some.of("pdruntimes")["d"]
+        labels = {"labels": whole["metadata"]["labels"]}
+        some.api.put("d", NAMESPACE, "pdruntimes", metadata=labels, spec={"role": 1})
+        selector = {"matchLabels": {"model": "other"}}
+        some.api.put("second", NAMESPACE, "pdproxies", spec={"runtimeSelector": selector})
+        said = "The PDRuntime d can't be read, so nothing is changed."
+        await until(lambda: said in str(some.of("pdproxies")["pdproxy"]["status"]))
+        some.put(runtime("p", "prefill", image=NEW))
+        some.put(runtime("alone", "aggregated", own_labels={"model": "other"}, image=NEW))
+        await some.calm()
+        after = {key: one for key, one in some.shown().items() if not key[0].startswith("pd")}
+        assert after == before
+        some.put(runtime("d", "decode", image=NEW))
+        some.api.delete("second", NAMESPACE, "pdproxies")
+        await until(lambda: {*images(some).values()} == {NEW, "pdproxy:0.1.0"})
 
 
 async def test_a_cluster_without_an_api_has_the_rest(some: Cluster) -> None:
