@@ -137,6 +137,19 @@ class _Reconciliation:
         if self._proxy is None and not self._pools:
             raise GoneError
         self._figures = None if self._proxy is None else of.pages.figures(self._proxy)
+        self._pods_of: dict[tuple[str, str], list[OwnPod]] = {}
+        """By the label of their owner and its name."""
+        for pod in store.pods(group.namespace):
+            labels = pod.metadata.labels or {}
+            for label in (RUNTIME, PROXY):
+                if label in labels:
+                    self._pods_of.setdefault((label, labels[label]), []).append(pod)
+        self._own_of: dict[tuple[Kind, str | None], list[OwnObject]] = {}
+        """Those that are not being deleted, by the uid of their owner."""
+        for kind in WRITTEN:
+            for own in store.own(kind, group.namespace):
+                if own.metadata.deletion_timestamp is None:
+                    self._own_of.setdefault((kind, own.metadata.controller), []).append(own)
         self._failures: list[ApiError] = []
         self._taken: dict[tuple[str, str], str] = {}
         """By label and name of an owner: which name of its objects another object has."""
@@ -225,26 +238,16 @@ class _Reconciliation:
             if selects(proxy.spec.runtime_selector, runtime.metadata.labels)
         ]
 
-    def _pods(self, label: str, of: Runtime | Proxy) -> list[OwnPod]:
-        name = of.metadata.name
-        return [
-            one
-            for one in self._store.pods(self._namespace)
-            if (one.metadata.labels or {}).get(label) == name
-        ]
+    def _pods(self, label: str, of: Runtime | Proxy) -> Sequence[OwnPod]:
+        return self._pods_of.get((label, of.metadata.name), ())
 
     def _workloads(self, runtime: Runtime) -> list[tuple[Kind, OwnObject]]:
         """Return what makes a runtime's pods, of all revisions."""
         return [(kind, one) for kind in WORKLOADS for one in self._own(kind, runtime)]
 
-    def _own(self, kind: Kind, owner: Runtime | Proxy) -> list[OwnObject]:
+    def _own(self, kind: Kind, owner: Runtime | Proxy) -> Sequence[OwnObject]:
         """Return the objects of a kind that are an owner's and stay."""
-        return [
-            one
-            for one in self._store.own(kind, self._namespace)
-            if one.metadata.controller == owner.metadata.uid
-            and one.metadata.deletion_timestamp is None
-        ]
+        return self._own_of.get((kind, owner.metadata.uid), ())
 
     async def _engines(self, one: _Rollout) -> dict[str, str]:
         """Have the objects of a pool's runtimes be as they should. Return why those of some are not
