@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from datetime import datetime
 from typing import NamedTuple
 
@@ -54,12 +53,16 @@ def is_there(pod: OwnPod) -> bool:
     )
 
 
+_UNKNOWN = 86_400.0
+"""Seconds that are assumed where the API does not say since when something is so."""
+
+
 def ready_for(pod: OwnPod, now: float) -> float:
     """Return the seconds for which a pod has been ready, -1 if it is not."""
     if not pod.is_ready:
         return -1.0
     return next(
-        seconds_since(one.since, now) if one.since else math.inf
+        seconds_since(one.since, now) if one.since else _UNKNOWN
         for one in pod.status.conditions or ()
         if one.type == "Ready"
     )

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdproxy_operator.figures import EngineFigures, Figures
 from pdproxy_operator.own import OwnPod
 from pdproxy_operator.parts import parts_of
 from pdproxy_operator.pools import selected_pools
-from pdproxy_operator.rollout import Part
-from pdproxy_operator.troubles import trouble_of
+from pdproxy_operator.rollout import Part, duration
+from pdproxy_operator.troubles import ready_for, trouble_of
 from tests.operator.pods import NOW, ago, ended, pod, waiting, workload
 from tests.operator.resources import proxy, runtime
 
@@ -103,6 +104,15 @@ def test_why_a_pod_does_not_serve(
 
 def test_a_pod_that_is_ready_has_no_trouble() -> None:
     assert trouble_of(pod("p-1", ready=True, container=FAILS), NOW) is None
+
+
+def test_a_condition_may_come_without_its_time() -> None:
+    one = pod("p-1", ready=True)
+    condition = (one.status.conditions or [])[0]
+    bare = msgspec.structs.replace(condition, since=None)
+    status = msgspec.structs.replace(one.status, conditions=[bare])
+    found = ready_for(msgspec.structs.replace(one, status=status), NOW)
+    assert duration(found) == "24 h"
 
 
 def parts(workloads: list[Any], pods: list[OwnPod], figures: Figures | None = None) -> list[Part]:
