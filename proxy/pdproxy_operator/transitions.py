@@ -62,7 +62,6 @@ def event_of(of: Runtime | Proxy, one: ConditionOf, reporter: str, now: float) -
     metadata = of.metadata
     words = f"{metadata.uid} {metadata.resource_version} {one.type} {one.status} {one.reason}"
     name = f"{metadata.name}.{hashlib.sha256(words.encode()).hexdigest()[:16]}"
-    is_bad = (one.status == "True") is (one.type in ("Degraded", "ScalingLimited"))
     return {
         "apiVersion": EVENTS.version,
         "kind": EVENTS.kind,
@@ -80,5 +79,11 @@ def event_of(of: Runtime | Proxy, one: ConditionOf, reporter: str, now: float) -
             "uid": metadata.uid,
         },
         "note": f"{one.type} {one.status}: {one.message}"[:_MAX_NOTE],
-        "type": "Warning" if is_bad and one.status != "Unknown" else "Normal",
+        "type": "Warning" if _is_bad(one) else "Normal",
     }
+
+
+def _is_bad(one: ConditionOf) -> bool:
+    if one.type == "Progressing":
+        return one.reason == "Stuck"
+    return one.status == ("True" if one.type in ("Degraded", "ScalingLimited") else "False")
