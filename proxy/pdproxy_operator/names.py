@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pdproxy_operator.resources import Connector, Model
+from pdproxy_operator.resources import Connector, Model, Runtime
 
 MANAGER = "pdproxy-operator"
 """The field manager of server-side apply, and app.kubernetes.io/managed-by."""
@@ -12,8 +12,8 @@ MANAGED_BY = "app.kubernetes.io/managed-by"
 RUNTIME, PROXY = "pdproxy.dev/runtime", "pdproxy.dev/proxy"
 """Labels that say of which PDRuntime or PDProxy an object is."""
 ROLE, MODEL, REVISION = "pdproxy.dev/role", "pdproxy.dev/model", "pdproxy.dev/revision"
-LEADER = "leaderworkerset.sigs.k8s.io/worker-index=0"
-"""Selects, of the pods of a group, the one that answers requests."""
+WORKER = "leaderworkerset.sigs.k8s.io/worker-index"
+"""The label with the number of a pod in its group: the first, 0, answers requests."""
 APPLIED = "pdproxy.dev/applied"
 """The annotation of own objects with the hash of what was applied last."""
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
@@ -28,6 +28,12 @@ def model_label(name: str) -> str:
 def pool_name(model: Model, connector: Connector) -> str:
     """Return the name of the pool of a model and a connector."""
     return f"{model_label(model.name)}-{connector}"
+
+
+def engines_selector(runtime: Runtime) -> str:
+    """Return the label selector of a runtime's engines: of each group, the pod with the API."""
+    name = runtime.metadata.name
+    return f"{RUNTIME}={name},{WORKER}=0" if runtime.spec.group_size > 1 else f"{RUNTIME}={name}"
 
 
 def deployment_name(runtime: str, revision: str) -> str:

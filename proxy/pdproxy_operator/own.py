@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET
 
 from pdproxy.wire.kubernetes import Container, PodAddress, Renamed
+from pdproxy_operator.names import WORKER
 from pdproxy_operator.resources import Object, OwnMetadata
 
 
@@ -114,6 +115,11 @@ class OwnPod(Renamed, frozen=True):
     metadata: OwnedMetadata = OwnedMetadata()
     spec: OwnPodSpec = OwnPodSpec()
     status: OwnPodStatus = OwnPodStatus()
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether it is the pod of its group that answers requests, or of no group."""
+        return (self.metadata.labels or {}).get(WORKER, "0") == "0"
 
     @property
     def is_ready(self) -> bool:

@@ -13,15 +13,10 @@ from pdproxy_operator.pools import Pool
 from pdproxy_operator.rollout import Part
 from pdproxy_operator.troubles import is_there, ready_for, seconds_since, trouble_of
 
-WORKER = "leaderworkerset.sigs.k8s.io/worker-index"
-"""The label of the pods of a group with their numbers; 0 has the API."""
-
 
 def engines_of(pods: Sequence[OwnPod]) -> list[OwnPod]:
     """Return those of some pods that are engines, or the first ones of their groups, and stay."""
-    return [
-        pod for pod in pods if is_there(pod) and (pod.metadata.labels or {}).get(WORKER, "0") == "0"
-    ]
+    return [pod for pod in pods if is_there(pod) and pod.is_leader]
 
 
 def parts_of(

@@ -19,7 +19,7 @@ from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.load import settings_of
 from pdproxy.settings.schema import Settings
 from pdproxy_operator.errors import ConfigError
-from pdproxy_operator.names import LEADER, RUNTIME, all_name, replicas_name
+from pdproxy_operator.names import all_name, engines_selector, replicas_name
 from pdproxy_operator.pools import Pool
 from pdproxy_operator.resources import Object, Proxy, Runtime
 
@@ -148,10 +148,9 @@ def _pools(pools: Sequence[Pool], more: Any) -> Any:
 
 
 def _node(runtime: Runtime) -> Object:
-    spec, selector = runtime.spec, f"{RUNTIME}={runtime.metadata.name}"
-    if spec.group_size > 1:
-        selector += f",{LEADER}"
-    node: Object = {"url": f"pods://:{_PORT}/{selector}", "role": spec.role}
+    spec = runtime.spec
+    url = f"pods://:{_PORT}/{engines_selector(runtime)}"
+    node: Object = {"url": url, "role": spec.role}
     facts: Object = {}
     if spec.data_parallel_size > 1:
         facts["data_parallel_size"] = spec.data_parallel_size

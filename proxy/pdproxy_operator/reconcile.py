@@ -22,10 +22,10 @@ from pdproxy_operator.errors import ConfigError
 from pdproxy_operator.figures import deletion_costs
 from pdproxy_operator.keys import digest_of, key_of
 from pdproxy_operator.kinds import PROXIES, RUNTIMES, WORKLOADS, WRITTEN, Kind, kind_of
-from pdproxy_operator.names import DELETION_COST, PROXY, REVISION, RUNTIME
+from pdproxy_operator.names import DELETION_COST, PROXY, REVISION, RUNTIME, engines_selector
 from pdproxy_operator.own import OwnObject, OwnPod
 from pdproxy_operator.pages import Pages
-from pdproxy_operator.parts import WORKER, parts_of
+from pdproxy_operator.parts import parts_of
 from pdproxy_operator.pools import Pool, pools_of, selected_pools
 from pdproxy_operator.proxy_objects import proxy_objects
 from pdproxy_operator.proxy_settings import scheme_of
@@ -39,7 +39,7 @@ from pdproxy_operator.resources import (
     selects,
 )
 from pdproxy_operator.rollout import Part, Step, Wanted, next_step
-from pdproxy_operator.scaled import scaled_of, serves
+from pdproxy_operator.scaled import scaled_of
 from pdproxy_operator.scaling import Decision, decide
 from pdproxy_operator.store import Group, Store
 from pdproxy_operator.transitions import Rate, event_of, transitions
@@ -357,7 +357,7 @@ class _Reconciliation:
         """Have the status of a runtime be as it is."""
         name, revision = runtime.metadata.name, one.pool.revision
         own = [part for part in one.parts if part.runtime == name]
-        pods = [pod for pod in self._pods(RUNTIME, runtime) if serves(pod)]
+        pods = [pod for pod in self._pods(RUNTIME, runtime) if pod.is_leader]
         stay = [pod for pod in pods if pod.metadata.deletion_timestamp is None]
         decision = one.decisions[name]
         conditions = runtime_conditions(
@@ -374,9 +374,6 @@ class _Reconciliation:
             now=self._now,
             before=runtime.status.conditions,
         )
-        selector = f"{RUNTIME}={name}"
-        if runtime.spec.group_size > 1:
-            selector += f",{WORKER}=0"
         status = {
             "observedGeneration": runtime.metadata.generation,
             "replicas": len(stay),
@@ -385,7 +382,7 @@ class _Reconciliation:
                 (pod.metadata.labels or {}).get(REVISION) == revision for pod in stay
             ),
             "drainingReplicas": len(pods) - len(stay),
-            "selector": selector,
+            "selector": engines_selector(runtime),
             "revision": revision,
         }
         if decision.state is not None:
@@ -444,7 +441,7 @@ class _Reconciliation:
     def _pool_status(self, pool: Pool) -> Object:
         engines: dict[str, int] = {}
         for runtime in pool.runtimes:
-            ready = sum(one.is_ready and serves(one) for one in self._pods(RUNTIME, runtime))
+            ready = sum(one.is_ready and one.is_leader for one in self._pods(RUNTIME, runtime))
             role = runtime.spec.role
             engines[role] = engines.get(role, 0) + ready
         return {

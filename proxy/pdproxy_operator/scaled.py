@@ -7,7 +7,6 @@ from datetime import datetime
 
 from pdproxy_operator.figures import Figures
 from pdproxy_operator.own import OwnPod
-from pdproxy_operator.parts import WORKER
 from pdproxy_operator.pools import Pool
 from pdproxy_operator.resources import Runtime
 from pdproxy_operator.scaling import Scaled
@@ -18,7 +17,7 @@ def scaled_of(
 ) -> Scaled:
     """Return it. `pods`: of this runtime; `now`: Unix seconds."""
     spec = runtime.spec
-    engines = [one for one in pods if serves(one) and one.status.phase not in _ENDED]
+    engines = [one for one in pods if one.is_leader and one.status.phase not in _ENDED]
     stay = [one for one in engines if one.metadata.deletion_timestamp is None]
     since = [_since(one) for one in stay if not _has_node(one)]
     demand = None if figures is None else figures.demand.get((pool.name, spec.role))
@@ -41,11 +40,6 @@ def scaled_of(
 
 
 _ENDED = ("Succeeded", "Failed")
-
-
-def serves(pod: OwnPod) -> bool:
-    """Return whether a pod is an engine: of a group, the first pod is."""
-    return (pod.metadata.labels or {}).get(WORKER, "0") == "0"
 
 
 def _has_node(pod: OwnPod) -> bool:
