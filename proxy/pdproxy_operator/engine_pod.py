@@ -120,7 +120,7 @@ def _container(runtime: Runtime, proxies: Sequence[Proxy]) -> Object:
         "startupProbe": {**_HEALTH, "failureThreshold": spec.start_seconds // 5},
         # A busy engine is not down.
         "readinessProbe": {**_HEALTH, "failureThreshold": 6},
-        "lifecycle": {"preStop": {"exec": {"command": [*_prestop(spec, proxies)]}}},
+        "lifecycle": {"preStop": {"exec": {"command": [*_prestop(spec)]}}},
         "resources": _resources(spec),
         # `baseline` of the PodSecurity standards: the image of vLLM runs as root.
         "securityContext": {"allowPrivilegeEscalation": False},
@@ -185,7 +185,7 @@ def _engine_key(runtime: Runtime, proxies: Sequence[Proxy]) -> SecretKey | None:
     return next(iter(keys.values()), None)
 
 
-def _prestop(spec: RuntimeSpec, proxies: Sequence[Proxy]) -> Iterator[str]:
+def _prestop(spec: RuntimeSpec) -> Iterator[str]:
     yield from ("env", f"DRAIN_SECONDS={spec.drain.seconds}")
     if spec.connector == "mooncake":
         yield f"KV_SECONDS={_MOONCAKE_KV_SECONDS}"
@@ -196,5 +196,7 @@ def _resources(spec: RuntimeSpec) -> Object:
     if spec.simulated:
         return spec.resources
     gpus = spec.tensor_parallel_size * spec.data_parallel_size // spec.group_size
-    limits = {spec.gpu_resource: str(gpus), **(spec.resources.get("limits") or {})}
-    return {**spec.resources, "limits": limits}
+    own = spec.resources.get("limits") or {}
+    if not isinstance(own, dict):
+        raise ConfigError("resources.limits: expected a mapping")
+    return {**spec.resources, "limits": {spec.gpu_resource: str(gpus), **own}}

@@ -68,6 +68,13 @@ def proxy_settings(proxy: Proxy, pools: Sequence[Pool], key_hash: str | None) ->
     Raises:
         ConfigError: `pdproxy serve` would refuse the settings, or they can't work in a cluster.
     """
+    try:
+        return _settings(proxy, pools, key_hash)
+    except RecursionError:
+        raise ConfigError("config: nested too deeply") from None
+
+
+def _settings(proxy: Proxy, pools: Sequence[Pool], key_hash: str | None) -> ProxySettings:
     config = proxy.spec.config
     own: Object = {"listen": {"admin": f"unix:{RUN}/admin.sock"}}
     if "replicas" not in config:
@@ -247,8 +254,8 @@ def _refuse_unnamed_connectors(content: Object, pools: Sequence[Pool]) -> None:
     custom = {pool.name for pool in pools if pool.connector == "custom"}
     merged = content.get("pools")
     for one in merged if isinstance(merged, list) else ():
-        if isinstance(one, dict) and one.get("name") in custom and one.get("connector") == "auto":
-            name = one["name"]
+        name = str(one.get("name")) if isinstance(one, dict) else ""
+        if name in custom and one["connector"] == "auto":
             raise ConfigError(
                 f"pool {name}: its PDRuntimes have connector custom: say in config.pools by which "
                 f"connector the proxies ask for KV, such as [{{name: {name}, connector: shared}}]"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from pdproxy_operator.errors import ConfigError
 from pdproxy_operator.pools import selected_pools
@@ -56,6 +57,9 @@ def test_what_a_runtime_says_of_its_engines_is_in_the_settings() -> None:
         ({"config": {"deadlines": {"drain": -5}}}, "the settings are refused: deadlines.drain: "),
         ({"config": {"dns": {"min_ttl": 90}}}, "dns.min_ttl"),
         ({"config": {"pools": ["x"]}}, "refused: pools[1]: expected a mapping"),
+        ({"config": {"pools": [{"name": ["x"]}]}}, ".name: expected text that isn't empty"),
+        ({"config": {"pools": 5}}, "refused: pools: expected a list"),
+        ({"config": {"auth": 5, "kubernetes": 5, "replicas": 5}}, "auth: expected a mapping"),
         (
             {"config": {"pools": [{"name": "Qwen-Qwen3-0.6B-nixl", "profile": "h200-9b"}]}},
             "the settings are refused: pools[Qwen-Qwen3-0.6B-nixl].profile: ",
@@ -98,6 +102,16 @@ def test_what_proxies_would_refuse_is_refused_in_a_sentence(
         settings(**more)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_what_is_nested_too_deeply_is_refused() -> None:
+    config: dict[str, Any] = {}
+    for _ in range(900):  # the API server takes more
+        config = {"a": config}
+    front = proxy()
+    front = replace(front, spec=replace(front.spec, config=config))
+    with pytest.raises(ConfigError, match="config: nested too deeply"):
+        proxy_settings(front, selected_pools(front, [PREFILL, DECODE]), None)
 
 
 def test_one_role_alone_is_refused() -> None:

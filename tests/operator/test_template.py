@@ -145,6 +145,11 @@ def test_what_proxies_need_stays(template: dict[str, Any], said: str) -> None:
     assert said in str(error.value)
 
 
+def test_limits_of_another_form_are_refused_by_their_name() -> None:
+    with pytest.raises(ConfigError, match=r"resources\.limits: expected a mapping"):
+        engine_pod({}, resources={"limits": "8"})
+
+
 def test_an_engine_has_one_key() -> None:
     one = runtime("any", "any")
     fronts = [proxy(name, engineKey={"name": name, "key": "key"}) for name in ("a", "b")]
