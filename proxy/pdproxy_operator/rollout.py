@@ -88,8 +88,7 @@ def next_step(
         pool.replace(order)
     reason = None
     if longest is not None:
-        missing = longest.replicas - longest.ready
-        what = longest.waiting or f"{longest.runtime} has {missing} engines that do not serve"
+        what = longest.waiting or f"an engine of {longest.runtime} does not serve"
         reason = f"{what}, for {duration(longest.waiting_s)}"
     return Step(pool.replicas(), reason, stuck)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -253,6 +254,7 @@ RUNTIMES: dict[str, Role] = {
     "d": "decode",
     "e": "decode",
     "both": "any",
+    "some": "any",
     "whole": "aggregated",
 }
 CHANGES = st.tuples(
@@ -302,3 +304,139 @@ def test_whatever_happens_a_pair_stays_and_it_ends(
     cluster.revision, cluster.gpus = "last", max(cluster.gpus, cluster.needs())
     cluster.heal()
     assert run(cluster, 400, to_end=True), "a rollout does not end"
+
+
+# -- single steps
+
+
+def parts_in(text: str) -> list[Part]:
+    """The parts in a text such as `p:old=2 p:new=1/2`: of 2 new engines, one serves. `2/3!`: the
+    third has never served.
+    """
+    found = []
+    for word in text.split():
+        key, _, count = word.partition("=")
+        runtime, _, revision = key.partition(":")
+        ready, _, replicas = count.rstrip("!").partition("/")
+        total = int(replicas or ready)
+        unstarted = total - int(ready) if count.endswith("!") else 0
+        role = RUNTIMES[runtime]
+        waits = f"{runtime} loads" if total > int(ready) else None
+        found.append(Part(runtime, role, revision, total, int(ready), waits, 90.0, unstarted))
+    return found
+
+
+STEPS = {
+    "the first engines start at once": ("p=2 d=3", "", "p:new=2 d:new=3"),
+    "a pair is replaced at a time": (
+        "p=4 d=4",
+        "p:old=4 d:old=4",
+        "p:old=3 p:new=1 d:old=3 d:new=1",
+    ),
+    "in proportion": (
+        *("p=8 d=2", "p:old=6 p:new=2 d:old=2"),
+        "p:old=5 p:new=3 d:old=1 d:new=1",
+    ),
+    "nothing ends while a new one loads": (
+        *("p=4 d=4", "p:old=3 p:new=0/1 d:old=3/4!"),
+        "p:old=3 p:new=1 d:old=4 d:new=0",
+    ),
+    "the only one of a role gets another one beside it": (
+        *("p=2 d=1", "p:old=2 d:old=1"),
+        "p:old=2 p:new=0 d:old=1 d:new=1",
+    ),
+    "which stays until all are replaced": (
+        *("p=2 d=1", "p:old=2 d:old=1 d:new=1"),
+        "p:old=1 p:new=1 d:old=1 d:new=1",
+    ),
+    "and ends last": ("p=2 d=1", "p:new=2 d:old=1 d:new=1", "p:new=2 d:old=0 d:new=1"),
+    "what has never served is replaced at once": (
+        *("p=3 d=3", "p:old=0/3! d:old=1/3!"),
+        "p:old=0 p:new=3 d:old=1 d:new=2",
+    ),
+    "what hangs is replaced first": (
+        *("p=2 d=2", "p:old=1/2 d:a=1 d:b=0/1"),
+        "p:old=1 p:new=1 d:a=1 d:b=0 d:new=1",
+    ),
+    "the last pair stays, in whichever runtime": (
+        *("p=2 d=1 e=1", "p:old=1 p:new=1 d:old=1 e:other=1"),
+        "p:old=1 p:new=1 d:old=1 d:new=0 e:other=0 e:new=1",
+    ),
+    "an engine of role any is a pair": (
+        *("both=1 some=1", "both:old=1 some:old=0/1"),
+        "both:old=1 both:new=0 some:old=0 some:new=1",
+    ),
+    "the runtime with the fewest new ones comes next": (
+        *("p=2 q=2", "p:old=1 p:new=1 q:old=2"),
+        "p:old=1 p:new=1 q:old=1 q:new=1",
+    ),
+    "more engines are new ones": (
+        *("p=4 d=2", "p:old=1 p:new=1 d:old=1 d:new=1"),
+        "p:old=1 p:new=3 d:old=1 d:new=1",
+    ),
+    "fewer engines are old ones": (
+        *("p=3 d=2", "p:old=2 p:new=0/2 d:old=2"),
+        "p:old=2 p:new=1 d:old=2 d:new=0",
+    ),
+    "but for the last pair": (
+        *("p=2 d=4", "p:old=2 p:new=2 d:old=4"),
+        "p:old=1 p:new=1 d:old=3 d:new=1",
+    ),
+    "and the only one that loads goes on": (
+        *("p=2 d=2", "p:old=2 p:new=0/1 d:old=2"),
+        "p:old=1 p:new=1 d:old=2 d:new=0",
+    ),
+    "a former revision comes back the same way": (
+        *("p=4 d=4", "p:new=3 p:typo=0/1! d:new=4"),
+        "p:new=4 p:typo=0 d:new=4",
+    ),
+}
+
+
+@pytest.mark.parametrize(("wanted", "before", "after"), STEPS.values(), ids=[*STEPS])
+def test_a_step(wanted: str, before: str, after: str) -> None:
+    pairs = [word.split("=") for word in wanted.split()]
+    some = [Wanted(name, RUNTIMES[name], int(n)) for name, n in pairs]
+    step = next_step(parts_in(before), some, "new", "pairs", START)
+    assert step.replicas == {part[0::2][:2]: part.replicas for part in parts_in(after)}
+
+
+@pytest.mark.parametrize(
+    ("order", "after"),
+    [
+        ("pairs", "p:old=7 p:new=1 d:old=2 d:new=0"),
+        ("prefillFirst", "p:old=7 p:new=1 d:old=2 d:new=0"),
+        ("decodeFirst", "p:old=8 p:new=0 d:old=1 d:new=1"),
+    ],
+)
+def test_the_order_says_which_role_goes_ahead(order: Order, after: str) -> None:
+    wanted = [Wanted("p", "prefill", 8), Wanted("d", "decode", 2)]
+    step = next_step(parts_in("p:old=8 d:old=2"), wanted, "new", order, START)
+    assert step.replicas == {part[0::2][:2]: part.replicas for part in parts_in(after)}
+
+
+def test_prefill_goes_ahead_by_one_decode_engine() -> None:
+    wanted = [Wanted("p", "prefill", 8), Wanted("d", "decode", 2)]
+    for new, roles in ((3, "p"), (4, "d")):
+        before = parts_in(f"p:old={8 - new} p:new={new} d:old=2")
+        step = next_step(before, wanted, "new", "prefillFirst", START)
+        assert [name for (name, of), n in step.replicas.items() if of == "new" and n] == [
+            *dict.fromkeys(["p", roles])
+        ]
+
+
+def test_what_waits_is_said_and_what_is_stuck() -> None:
+    """And while new engines do not serve, more engines are of a revision that does."""
+    wanted = [Wanted("p", "prefill", 4), Wanted("d", "decode", 2)]
+    before = parts_in("p:old=1 p:new=0/1 d:old=2")
+    step = next_step(before, wanted, "new", "pairs", START)
+    assert (step.reason, step.stuck) == ("p loads, for 1 min", False)
+    assert step.replicas["p", "new"] == 3
+    late = [part._replace(waiting_s=START) for part in before]
+    step = next_step(late, wanted, "new", "pairs", START)
+    assert (step.reason, step.stuck) == ("p loads, for 20 min", True)
+    assert (step.replicas["p", "old"], step.replicas["p", "new"]) == (3, 1)
+    late[1] = late[1]._replace(waiting=None, waiting_s=3 * 3600 + 59)
+    assert next_step(late, wanted, "new", "pairs", START).reason == (
+        "an engine of p does not serve, for 3 h"
+    )
