@@ -59,6 +59,8 @@ def parts_of(
             unstarted += replicas - len(some)
             if (why_none := _not_created(workload, now)) is not None:
                 waiting.append(why_none)
+        # Engines that have never served end at once: the controller of the pods must agree.
+        unstarted = min(unstarted, max(0, replicas - _ready_replicas(workload)))
         seconds, clause = max(waiting, default=(0.0, None))
         found.append(
             Part(runtime, roles[runtime], revision, replicas, ready, clause, seconds, unstarted)
@@ -91,10 +93,19 @@ def _unused(pod: OwnPod, figures: Figures | None) -> str | None:
 
 def _not_created(workload: OwnObject, now: float) -> tuple[float, str] | None:
     """Return for how long pods could not be created, and why; None: nothing is known."""
-    status: Any = workload.status if isinstance(workload.status, dict) else {}
-    for one in status.get("conditions") or ():
+    for one in _status(workload).get("conditions") or ():
         if one.get("type") == "ReplicaFailure" and one.get("status") == "True":
             said = truncate(one.get("message") or one.get("reason") or "")
             clause = f"{workload.metadata.name} can create no pod: {said}"
             return seconds_since(one.get("lastTransitionTime"), now), clause
     return None
+
+
+def _ready_replicas(workload: OwnObject) -> int:
+    """Return how many of its pods are ready, as their controller says."""
+    found = _status(workload).get("readyReplicas")
+    return found if isinstance(found, int) else 0
+
+
+def _status(workload: OwnObject) -> dict[str, Any]:
+    return workload.status if isinstance(workload.status, dict) else {}

@@ -147,6 +147,14 @@ def test_engines_are_counted_by_runtime_and_revision() -> None:
     ]
 
 
+def test_an_engine_of_which_its_controller_says_that_it_serves_has_served() -> None:
+    """The pods may be known later than their Deployment: such an engine is not ended at once."""
+    (pool,) = selected_pools(proxy(), [runtime("p", "prefill")])
+    for ready, unstarted in ((0, 3), (2, 1), (3, 0), (9, 0)):
+        (part,) = parts_of(pool, [workload("p", "old", 3, readyReplicas=ready)], [], None, NOW)
+        assert (part.ready, part.unstarted) == (0, unstarted)
+
+
 def test_pods_that_are_not_created() -> None:
     failure = {
         "type": "ReplicaFailure",
