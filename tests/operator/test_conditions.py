@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -425,6 +426,29 @@ def test_a_pdproxy(kind: str, status: str, reason: str, message: str, front: Fro
     found = {one.type: one for one in front.look()}
     one = found[kind]
     assert (one.status, one.reason, one.message) == (status, reason, message)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "conditions.md"
+
+
+@pytest.mark.parametrize("about", ["PDRuntime", "PDProxy"])
+def test_the_reference_has_each_reason(about: str) -> None:
+    """In the row of its condition and status, but for those that several conditions share."""
+    _, _, rest = PAGE.read_text().partition(f"## {about}")
+    rows: dict[tuple[str, str], str] = {}
+    kind = ""
+    for line in rest.partition("## ")[0].splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) > 3:
+            kind = cells[1] or kind
+            key = kind, cells[2].partition(" ")[0]
+            rows[key] = rows.get(key, "") + cells[2]
+    shared = {"NotSelected", "NoAnswer", "CrashLoop"}
+    for kind, status, reason, *_ in ROWS if about == "PDRuntime" else FRONTS:
+        if reason not in shared or kind == "Degraded":
+            assert f"`{reason}`" in rows[kind, status]
+        else:
+            assert f"`{reason}`" in PAGE.read_text()
 
 
 def test_the_time_of_a_condition_changes_with_its_status_alone() -> None:
