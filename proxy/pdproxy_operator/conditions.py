@@ -18,8 +18,8 @@ from pdproxy_operator.pools import Pool
 from pdproxy_operator.resources import ConditionOf, ConditionStatus, Proxy, Role, Runtime
 from pdproxy_operator.rollout import Part, Step
 from pdproxy_operator.scaling import Decision
-from pdproxy_operator.sentences import are, first_of, listed, number_of, sentence
-from pdproxy_operator.troubles import is_there, ready_for, trouble_of
+from pdproxy_operator.sentences import are, first_of, listed, number_of, sentence, some_are
+from pdproxy_operator.troubles import is_there, last_words, ready_for, trouble_of
 
 SETTLED = 30.0
 """Seconds for which an engine must be ready until proxies that do not know it are wrong."""
@@ -133,6 +133,8 @@ class _Engines:
         self.model = runtime.spec.model.name
         self.wanted = runtime.spec.replicas
         self.pool = pool
+        same = [one.spec.replicas for one in pool.runtimes if one.spec.role == self.role]
+        self.is_single = sum(same) == 1
         self.new = sum(one.ready for one in parts if one.revision == pool.revision)
         self.old = sum(one.replicas for one in parts if one.revision != pool.revision)
         self.missing = [one for one in parts if one.ready < one.replicas and one.waiting]
@@ -151,36 +153,37 @@ def _severity(reason: str) -> int:
 
 
 def _available(engines: _Engines) -> _Found:
-    ready, wanted = len(engines.ready), number_of(engines.wanted, "engine")
+    ready = len(engines.ready)
     if ready:
-        return "True", "EnginesReady", f"{ready} of {wanted} {are(ready)} ready."
+        return "True", "EnginesReady", f"{some_are(ready, engines.wanted, 'engine')} ready."
     if not engines.wanted:
         return "False", "NoReplicas", "replicas is 0: there are no engines."
     clauses = [one.clause for one in engines.troubles] + [
         str(one.waiting) for one in engines.missing
     ]
     why = f": {clauses[0]}" if clauses else ""
-    return "False", "NoEngineReady", f"None of {wanted} is ready{why}."
+    return "False", "NoEngineReady", f"None of {number_of(engines.wanted, 'engine')} is ready{why}."
 
 
 def _progressing(engines: _Engines, step: Step) -> _Found:
     wanted, new, ready = engines.wanted, engines.new, len(engines.ready)
-    of = number_of(wanted, "engine")
+    some = f"{some_are(ready, wanted, 'engine')} ready"
     waits = f"; it waits: {step.reason}" if step.reason else ""
     if engines.old:
-        done = f"{new} of {of} {are(new)} of revision {engines.pool.revision}"
+        done = f"{some_are(new, wanted, 'engine')} of revision {engines.pool.revision}"
+        if engines.is_single and any(one.reason == "Unschedulable" for one in engines.troubles):
+            waits += ". The new one starts beside the only one, and needs GPUs of its own"
         if step.stuck:
-            return "False", "Stuck", f"{done}, and no other one is replaced: {step.reason}."
+            return "False", "Stuck", f"{done}, and no other one is replaced{waits}."
         return "True", "RollingOut", f"{done}{waits}."
     if ready == wanted:
-        return "False", "UpToDate", f"{ready} of {of} {are(ready)} ready, and of one revision."
+        return "False", "UpToDate", f"{some}, and of one revision."
     if ready > wanted:
         return (
             "True",
             "ScalingDown",
             f"{ready} engines are ready, and {wanted} {are(wanted)} to stay.",
         )
-    some = f"{ready} of {of} {are(ready)} ready"
     if step.stuck:
         return "False", "Stuck", f"{some}: {step.reason}."
     return "True", "Starting", f"{some}{waits}."
@@ -319,10 +322,11 @@ def _scaling_limited(runtime: Runtime, decision: Decision | None) -> _Found:
 
 
 def _proxies_available(proxy: Proxy, pods: Sequence[OwnPod], now: float) -> _Found:
-    wanted = number_of(proxy.spec.replicas, "proxy", "proxies")
+    of = proxy.spec.replicas
     ready = sum(pod.is_ready for pod in pods)
     if ready:
-        return "True", "ProxiesReady", f"{ready} of {wanted} {are(ready)} ready."
+        return "True", "ProxiesReady", f"{some_are(ready, of, 'proxy', 'proxies')} ready."
+    wanted = number_of(of, "proxy", "proxies")
     troubles = [one for pod in pods if (one := trouble_of(pod, now, "starts")) is not None]
     troubles.sort(key=lambda one: (_severity(one.reason), one.clause))
     if not troubles:
@@ -368,7 +372,7 @@ def _config_accepted(
         for one in pod.status.container_statuses or ():
             ended = one.state.terminated or one.last_state.terminated
             if not one.ready and ended is not None and ended.exit_code == _WRONG_SETTINGS:
-                why = truncate(ended.message.strip() or "its log says why")
+                why = last_words(ended) or "its log says why"
                 return "False", "Refused", sentence(f"{pod.metadata.name} has ended: {why}")
     if figures is None or not figures.answered:
         return "Unknown", "NoAnswer", _no_answer(figures)
@@ -398,7 +402,7 @@ def _proxies_progressing(
         left = f"{number_of(old, 'engine')} {are(old)} to be replaced"
         return "True", "RollingOut", f"{left}{waits}.{also}"
     ready, wanted = sum(pod.is_ready for pod in pods), proxy.spec.replicas
-    some = f"{ready} of {number_of(wanted, 'proxy', 'proxies')} {are(ready)} ready"
+    some = f"{some_are(ready, wanted, 'proxy', 'proxies')} ready"
     if ready != wanted or len(pods) != wanted:
         return "True", "Starting", f"{some}.{also}"
     if waits:

@@ -15,6 +15,11 @@ def are(number: int) -> str:
     return "is" if number == 1 else "are"
 
 
+def some_are(number: int, of: int, one: str, several: str | None = None) -> str:
+    """Return `2 of 3 engines are`."""
+    return f"{number} of {number_of(of, one, several)} {'is' if 1 in (number, of) else 'are'}"
+
+
 def listed(names: Sequence[str]) -> str:
     """Return `a, b and c`."""
     *first, last = names

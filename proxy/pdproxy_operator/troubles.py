@@ -81,7 +81,7 @@ def trouble_of(pod: OwnPod, now: float, starts: str = "loads its model") -> Trou
     seconds = seconds_since(since, now)
     placed = conditions.get("PodScheduled")
     if placed is not None and placed.status == "False":
-        said = truncate(placed.message or placed.reason)
+        said = _said(placed.message or placed.reason)
         return Trouble("Unschedulable", f"{name} has no node: {said}", seconds, True, False)
     inits = pod.status.init_container_statuses or []
     containers = pod.status.container_statuses or []
@@ -103,7 +103,7 @@ def _of_container(one: ContainerStatus, *, is_init: bool) -> tuple[str, str] | N
     if waiting is not None and waiting.reason in _IMAGE:
         # "Back-off pulling image ...: ErrImagePull: what is wrong" and "what is wrong" take turns.
         said = waiting.message.partition("ErrImagePull: ")[2] or waiting.message
-        return "ImagePull", f"cannot pull its image: {truncate(said or waiting.reason)}"
+        return "ImagePull", f"cannot pull its image: {_said(said or waiting.reason)}"
     last = ended or one.last_state.terminated
     crashes = waiting is not None and waiting.reason == "CrashLoopBackOff"
     runs = waiting is None and ended is None
@@ -116,14 +116,22 @@ def _of_container(one: ContainerStatus, *, is_init: bool) -> tuple[str, str] | N
     if crashes:
         return "CrashLoop", "has ended again and again"
     if waiting is not None and waiting.reason not in _STARTING:
-        said = truncate(waiting.message or waiting.reason)
+        said = _said(waiting.message or waiting.reason)
         return "CannotStart", f"cannot start its container {one.name}: {said}"
     return None
 
 
 def _end(last: Terminated) -> str:
     """Return how a container has ended."""
-    said = last.message.strip() or ("" if last.reason in ("", "Error") else last.reason)
-    return f"the last time with exit code {last.exit_code}" + (
-        f": {truncate(said)}" if said else ""
-    )
+    said = last_words(last) or ("" if last.reason in ("", "Error") else last.reason)
+    return f"the last time with exit code {last.exit_code}" + (f": {said}" if said else "")
+
+
+def last_words(ended: Terminated) -> str:
+    """Return the last line that a container has left, "" if there is none."""
+    return _said(ended.message.strip().rpartition("\n")[2])
+
+
+def _said(text: str) -> str:
+    """Return what Kubernetes or a container says as a part of a sentence."""
+    return truncate(" ".join(text.split()).rstrip("."))

@@ -128,10 +128,24 @@ ROWS: list[tuple[str, str, str, str, Case]] = [
     (
         *("Progressing", "False", "Stuck"),
         (
-            f"0 of 3 engines are of revision {REVISION}, and no other one is replaced: {FULL}, for "
-            "31 min."
+            f"0 of 3 engines are of revision {REVISION}, and no other one is replaced; it "
+            f"waits: {FULL}, for 31 min."
         ),
         Case(step=STUCK, parts=[part(0, 1), part(2, 2, "old")]),
+    ),
+    (
+        *("Progressing", "True", "RollingOut"),
+        (
+            f"0 of 1 engine is of revision {REVISION}; it waits: p-3 loads its model, for 3 min. "
+            "The new one starts beside the only one, and needs GPUs of its own."
+        ),
+        Case(
+            only := runtime("p", "prefill"),
+            [only, D],
+            pods=[P1, PENDING],
+            parts=[part(0, 1), part(1, 1, "old")],
+            step=WAITS,
+        ),
     ),
     (
         *("Progressing", "True", "Starting"),

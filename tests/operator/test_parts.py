@@ -17,12 +17,12 @@ from tests.operator.pods import NOW, ago, ended, pod, waiting, workload
 from tests.operator.resources import proxy, runtime
 
 LOADS = {"started": False}
-FAILS = {"restartCount": 3, "lastState": ended(1, "no GPU\n")}
+FAILS = {"restartCount": 3, "lastState": ended(1, "a line of its log\nno GPU.\n")}
 TROUBLES: list[tuple[OwnPod, str, str, bool, bool]] = [
     (
         pod("p-1", scheduled="0/5 nodes are available: 5 Insufficient nvidia.com/gpu."),
         "Unschedulable",
-        "has no node: 0/5 nodes are available: 5 Insufficient nvidia.com/gpu.",
+        "has no node: 0/5 nodes are available: 5 Insufficient nvidia.com/gpu",
         True,
         False,
     ),

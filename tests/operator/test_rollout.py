@@ -386,6 +386,10 @@ STEPS = {
         *("p=2 d=2", "p:old=2 p:new=0/1 d:old=2"),
         "p:old=1 p:new=1 d:old=2 d:new=0",
     ),
+    "with as many as there is room for, it goes on": (
+        *("p=6 d=2", "p:old=6 p:new=0/2 d:old=2"),
+        "p:old=5 p:new=1 d:old=2 d:new=0",
+    ),
     "a former revision comes back the same way": (
         *("p=4 d=4", "p:new=3 p:typo=0/1! d:new=4"),
         "p:new=4 p:typo=0 d:new=4",
