@@ -130,7 +130,8 @@ class PoolPolicy(Section, frozen=True):
 
 
 class PoolSlo(Section, frozen=True):
-    """What is wanted of a request's times, in seconds, for placements that predict them.
+    """What is wanted of a request's times, in seconds, for placements that predict them. How many
+    engines are needed depends on tpot, too (docs/guide/scaling.md).
 
     null: no bound. A request can name its own in milliseconds: X-PDProxy-SLO-TTFT-MS,
     X-PDProxy-SLO-TPOT-MS, X-PDProxy-SLO-Gap-MS.
@@ -287,7 +288,7 @@ class Pool(Section, frozen=True):
     profile: File | None = None
     """How long an engine's work takes: the name of a profile that pdproxy ships (h200-8b), or the
     file of one, which `pdproxy calibrate` makes. null: not known. For placements that predict
-    times.
+    times, and for how many engines are needed (docs/guide/scaling.md).
     """
 
     pair_within: tuple[Text, ...] | None = None
