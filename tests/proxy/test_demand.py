@@ -9,9 +9,12 @@ import asyncio
 import msgspec
 import pytest
 
+from pdproxy.app.engines import Profiles
 from pdproxy.cli.main import main
-from pdproxy.scheduling.ledger_engine import Role
-from pdproxy.settings.engines import Facts
+from pdproxy.engine_model.profile import load
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, LedgerEngine, Role
+from pdproxy.scheduling.wanted_engines import EngineSize
+from pdproxy.settings.engines import ConfiguredEngine, Facts
 from pdproxy.settings.pools import PoolPolicy, PoolSlo
 from pdproxy.settings.schema import Settings
 from tests.fakes import several
@@ -38,10 +41,11 @@ def with_profile(settings: Settings) -> Settings:
     return msgspec.structs.replace(settings, pools=(pool,))
 
 
-async def serve(w: World, clock: ManualClock, requests: int) -> None:
+async def serve(w: World, clock: ManualClock, requests: int, *, cached: bool = False) -> None:
     """A request in each five seconds, and now and then a look at the engines' metrics."""
     for number in range(requests):
-        prompt = [int(clock.now()) % 1000, *range(200)]  # which no cache has
+        prompt = [*range(200), int(clock.now()) % 1000]
+        prompt = prompt if cached else prompt[::-1]
         body = completion(prompt=prompt, stream=bool(number % 2), max_tokens=50)
         assert (await w.ask(COMPLETIONS, body)).status == 200
         await w.told()
@@ -70,6 +74,11 @@ async def values(workers: int, monkeypatch: pytest.MonkeyPatch) -> list[dict[str
             await serve(w, clock, requests)
             await w.quiet()
             found.append(shown(w))
+        wanted = w.proxy.ledger.wanted
+        assert wanted is not None
+        # each prompt was counted by an engine, and none by another process
+        assert wanted._split_tokens.count == 61
+        assert [one.ledger.wanted for one in w.workers[1:]] == [None] * (workers - 1)
         for _ in range(15):
             await clock.advance(80.0)
             await w.probe()
@@ -116,3 +125,38 @@ async def test_engines_that_are_missing_are_told_and_change_no_state(
         assert set(after["details"]) - set(before["details"]) == {told}
         assert f"! {told}\n" in capsys.readouterr().out
         assert {**after, "details": before["details"]} == before
+
+
+async def test_what_engines_have_cached_is_no_work() -> None:
+    """By their own metrics: nothing of it is in an answer."""
+    clock, found = ManualClock(), []
+    async with world(1, 1, clock=clock, adjust=with_profile) as w:
+        for cached in (False, True):
+            await serve(w, clock, 60, cached=cached)
+            found.append(shown(w)["prefill"])
+    new, cached_ones = found
+    # 192 tokens of 201 take nothing any more; that a prompt begins takes 3.3 of 7.6 ms
+    assert 0.45 * new < cached_ones < 0.75 * new
+
+
+def test_what_an_engine_can_do() -> None:
+    """As it reports itself, or as the settings or its profile say."""
+    profiles = Profiles("h200-8b")
+    limits = load("h200-8b").engine
+    engine = LedgerEngine(EngineSpec("http://127.0.0.1:1", Role.DECODE))
+    size = profiles.size(engine)
+    assert size.times is not None
+    assert size.times.chunk == limits.max_num_batched_tokens
+    assert (size.max_num_seqs, size.kv_tokens) == (
+        limits.max_num_seqs,
+        limits.num_gpu_blocks * limits.block_size,
+    )
+    facts = Facts(max_num_seqs=40, data_parallel_size=2, max_num_batched_tokens=512)
+    profiles.set(ConfiguredEngine(url=engine.url, role="decode", facts=facts))
+    engine.evidence = Evidence(frozenset(), "", 16, (), 0, 1.0, kv_blocks=1000)
+    size = profiles.size(engine)
+    assert size.times is not None
+    assert (size.times.chunk, size.max_num_seqs, size.kv_tokens) == (512, 40, 2 * 16_000)
+    profiles.forget(engine.url)
+    engine.evidence = None
+    assert Profiles(None).size(engine) == EngineSize()

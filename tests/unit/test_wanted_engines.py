@@ -13,6 +13,7 @@ import pytest
 from msgspec import structs
 
 from pdproxy.engine_model.hardware import Hardware
+from pdproxy.scheduling.auto.auto import Auto, AutoOptions
 from pdproxy.scheduling.auto.times import WorkTimes
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
@@ -212,6 +213,28 @@ def test_engines_of_role_any_need_both() -> None:
     world = World([ANY] * 3, slo=Slo(tpot=0.020))
     world.load(10.0, 1000, 100)
     assert world.needed() == pytest.approx({"any": 1.25 + 0.1 * 2}, rel=0.03)
+
+
+def test_a_placement_is_told_of_as_well() -> None:
+    wanted = WantedEngines(lambda _: PROFILE)
+    specs = [EngineSpec("http://0:1", ANY), EngineSpec("http://1:1", ANY)]
+    ledger = Ledger(
+        specs,
+        LedgerOptions(
+            breaker_failures=3,
+            breaker_cooldown=10.0,
+            placement=Auto(AutoOptions(times_of=lambda _: (HARDWARE, 8192), slo=NO_SLO)),
+            wanted=wanted,
+        ),
+    )
+    for spec in specs:
+        ledger.mark_up(spec.url, Evidence(frozenset({"m"}), "", 16, (), 0, 1.0))
+    for number in range(1000):
+        found = ledger.place(Ask("m", 4000, number / 10), split=True)
+        assert found is not None
+        for lease in found.leases:
+            ledger.close(lease, Verdict.GOOD, number / 10 + 0.05, 100)
+    assert wanted.needed(100.0)[ANY].engines == pytest.approx(1.25, rel=0.1)
 
 
 def test_without_a_profile_what_engines_do_is_learned() -> None:
