@@ -219,7 +219,11 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "pools[0].policy.session_header": ("X-Chat", lambda p: p.service.session_header, "X-Chat"),
     "pools[0].policy.refuse_late": (True, _placement("_refuses"), True),
     "pools[0].slo.ttft": (9.5, lambda p: p.ledger.placement.slo.ttft, 9.5),  # type: ignore[union-attr]
-    "pools[0].slo.tpot": (9.5, lambda p: p.ledger.placement.slo.tpot, 9.5),  # type: ignore[union-attr]
+    "pools[0].slo.tpot": (
+        9.5,
+        lambda p: (p.ledger.placement.slo.tpot, p.ledger.wanted.slo.tpot),  # type: ignore[union-attr]
+        (9.5, 9.5),
+    ),
     "pools[0].slo.gap": (9.5, lambda p: p.ledger.placement.slo.gap, 9.5),  # type: ignore[union-attr]
 }
 
