@@ -449,7 +449,7 @@ class _Load:
     ) -> None:
         self._work, self._now, self.has = work, now, has
         self._ratios, self._tpot = ratios, tpot
-        self._answers_none = role is PREFILL or role is ENCODE
+        self._only_prefills = role is PREFILL or role is ENCODE
         self._prefills = work.prefills.mean(now)
         self._answers, self._wholes = work.answers.mean(now), work.wholes.mean(now)
         tokens = counted = self.rate = 0.0
@@ -470,7 +470,7 @@ class _Load:
 
         `waiting`: requests that wait for them; `late`: whether prompts that wait at engines count.
         """
-        to_prefill, to_answer = (waiting, 0.0) if self._answers_none else (0.0, waiting)
+        to_prefill, to_answer = (waiting, 0.0) if self._only_prefills else (0.0, waiting)
         prefill, answering = self._prefill(to_prefill, late=late), self._answering()
         if prefill is None or answering is None:
             return None
