@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdproxy_operator.names import pool_name
 from pdproxy_operator.resources import Connector, Proxy, Runtime, RuntimeSpec, selects
@@ -34,7 +34,8 @@ def pools_of(
 ) -> list[tuple[Proxy | None, Pool]]:
     """Return the pools in which runtimes of one namespace are replaced together, each runtime in
     one of them: that of the first PDProxy by name that selects it. None: no PDProxy selects it, and
-    it is a pool of its own.
+    it is a pool of its own, with the revision that it has beside the others which none selects: a
+    PDProxy that comes or goes replaces no engine.
     """
     left = {one.metadata.name: one for one in runtimes}
     found: list[tuple[Proxy | None, Pool]] = []
@@ -42,7 +43,11 @@ def pools_of(
         found += [(proxy, pool) for pool in selected_pools(proxy, left.values())]
         for one in _selected(proxy, runtimes):
             left.pop(one.metadata.name, None)
-    return found + [(None, pool) for one in left.values() for pool in _pools([one])]
+    return found + [
+        (None, replace(pool, runtimes=(one,)))
+        for pool in _pools(left.values())
+        for one in pool.runtimes
+    ]
 
 
 def selected_pools(proxy: Proxy, runtimes: Iterable[Runtime]) -> list[Pool]:

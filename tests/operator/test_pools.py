@@ -96,6 +96,14 @@ def test_a_runtime_is_replaced_in_the_pool_of_the_first_proxy_that_selects_it() 
     assert found == [("first", ["d", "p"]), (None, ["o"]), (None, ["x"]), (None, ["y"])]
 
 
+def test_a_proxy_that_comes_or_goes_replaces_no_engine() -> None:
+    def revisions(*proxies: Any) -> dict[str, str]:
+        pools = [pool for _, pool in pools_of(proxies, [PREFILL, DECODE])]
+        return {one.metadata.name: pool.revision for pool in pools for one in pool.runtimes}
+
+    assert revisions() == revisions(proxy())
+
+
 def test_models_and_connectors_have_pools_of_their_own() -> None:
     big = runtime("big", "any", model={"name": "big", "served": "large"})
     push = runtime("push", "any", connector="nixl-push")
