@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pdproxy.scheduling.ledger_engine import Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Role
+from pdproxy.scheduling.policy import Ask
 from pdproxy_lab.bench.arrivals import Arrivals
 from pdproxy_lab.bench.slo import parse_slo
 from pdproxy_lab.bench.workload import Lengths
@@ -157,3 +158,17 @@ def test_engines_that_make_no_progress_are_an_error(monkeypatch: pytest.MonkeyPa
     made = cluster(Fleet(aggregated=1), Shape(max_num_batched_tokens=64, kv_tokens=64_000))
     with pytest.raises(ValueError, match="no request came or ended in 20 steps"):
         made.run([Call(0, 0.0, 4000, 2)])
+
+
+def test_an_engine_that_joins_gets_its_part() -> None:
+    """Not before it is there, and with what it has in its cache known to the policies."""
+    made = cluster(Fleet(aggregated=1), Shape())
+    made._at(10.0, lambda spec, _: made.join(spec), EngineSpec("late", Role.AGGREGATED))
+    calls = [Call(number, number / 10, 1200, 20, (1, 2)) for number in range(200)]
+    made.run(calls)
+    first, late = made.engines["aggregated-0"], made.engines["late"]
+    assert late.decode_tokens == pytest.approx(first.decode_tokens / 3, rel=0.1)
+    assert made.memories.cached(Ask(None, 4800, 20.0, 1200, keys=(1, 2))) == {
+        "aggregated-0": 1024,
+        "late": 1024,
+    }

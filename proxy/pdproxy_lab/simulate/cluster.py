@@ -123,22 +123,29 @@ class Cluster:
             for role, count in counts.items()
             for i in range(count)
         ]
-        self.engines = {
-            spec.url: ModelledEngine(hardware, shapes[spec.role], self._at, self, self.itl)
-            for spec in specs
-        }
-        self.roles = {spec.url: spec.role for spec in specs}
-        self.memories = EngineMemories(
-            {
-                url: (engine.memory, shapes[self.roles[url]].unit_tokens)
-                for url, engine in self.engines.items()
-            }
-        )
+        self.engines: dict[str, ModelledEngine] = {}
+        self.roles: dict[str, Role] = {}
+        self.memories = EngineMemories()
+        for spec in specs:
+            self._make_engine(spec)
         self.specs, self._policies = specs, policies
         self._make_placement, self._placed = placement, placement is not None
         self.ledger = self.make_ledger()
         self._parsed = Parsed(Route.CHAT, {}, _MODEL, True, False, False, (), None, 0)
         self._calls: Iterable[Call] = iter(())
+
+    def _make_engine(self, spec: EngineSpec) -> None:
+        shape = self.shapes[spec.role]
+        engine = ModelledEngine(self.hardware, shape, self._at, self, self.itl)
+        self.engines[spec.url], self.roles[spec.url] = engine, spec.role
+        self.memories.add(spec.url, engine.memory, shape.unit_tokens)
+
+    def join(self, spec: EngineSpec) -> None:
+        """Add an engine that is up, while requests are served."""
+        self._make_engine(spec)
+        self.specs.append(spec)
+        self.ledger.add(spec)
+        self._up(self.ledger, spec)
 
     def make_ledger(self) -> Ledger:
         """Return a ledger that knows all engines."""
@@ -161,9 +168,12 @@ class Cluster:
     def all_up(self, ledger: _L) -> _L:
         """Return a ledger that has heard of all engines."""
         for spec in self.specs:
-            block = self.shapes[spec.role].block_size
-            ledger.mark_up(spec.url, Evidence(frozenset({_MODEL}), "", block, (), 0, 1.0))
+            self._up(ledger, spec)
         return ledger
+
+    def _up(self, ledger: Ledger, spec: EngineSpec) -> None:
+        block = self.shapes[spec.role].block_size
+        ledger.mark_up(spec.url, Evidence(frozenset({_MODEL}), "", block, (), 0, 1.0))
 
     def ledger_for(self, call: Call) -> Ledger:
         """Return the ledger of the proxy that gets a request."""

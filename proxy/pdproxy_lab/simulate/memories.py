@@ -12,10 +12,14 @@ from pdproxy_lab.simulate.memory import KVMemory
 
 
 class EngineMemories:
-    """`memories`: by URL, with the tokens of a unit of that engine."""
+    """Those of all engines."""
 
-    def __init__(self, memories: Mapping[str, tuple[KVMemory, int]]) -> None:
-        self._memories = memories
+    def __init__(self) -> None:
+        self._memories: dict[str, tuple[KVMemory, int]] = {}
+
+    def add(self, url: str, memory: KVMemory, unit: int) -> None:
+        """Know an engine, too. `unit`: tokens of a unit of its memory."""
+        self._memories[url] = memory, unit
 
     def cached(self, ask: Ask) -> Mapping[str, int]:
         """Return the tokens of a prompt that engines have, by URL."""
