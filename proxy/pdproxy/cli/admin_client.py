@@ -112,6 +112,16 @@ class AdminClient:
             )
             return cls(*_of_option(arguments.admin, arguments.ca), key, arguments.timeout)
         settings = load(arguments.config, os.environ, need_engines=False)
+        return cls.of_settings(settings, arguments.timeout, key)
+
+    @classmethod
+    def of_settings(cls, settings: Settings, timeout: float, key: str | None = None) -> AdminClient:
+        """Return the client for the proxy with these settings. `key`: the one to send (default: the
+        first one of the settings).
+
+        Raises:
+            SettingsError: the proxy has no admin API, or a file can't be used.
+        """
         address = settings.listen.admin
         if address is None:
             raise SettingsError(
@@ -120,12 +130,17 @@ class AdminClient:
             )
         place = place_of(address)
         place = place if place.host is None else place._replace(host=reachable(place.host))
-        return cls(
-            place, _own_context(settings, place), key or _first_key(settings), arguments.timeout
-        )
+        return cls(place, _own_context(settings, place), key or _first_key(settings), timeout)
 
-    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Send a request; return the JSON of its answer.
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        base: str = BASE,
+    ) -> Any:
+        """Send a request; return the JSON of its answer. `base`: before the path.
 
         Raises:
             AdminFailed: it was refused, or there is no such answer in time.
@@ -140,7 +155,7 @@ class AdminClient:
             content = json.dumps(body).encode()
         connection = self._connection()
         try:
-            connection.request(method, f"{BASE}{path}", content, headers)
+            connection.request(method, f"{base}{path}", content, headers)
             answer = connection.getresponse()
             found = bytearray()
             while piece := answer.read1(_PIECE):

@@ -120,6 +120,15 @@ def add(commands: Commands, summary: str) -> None:
         "the other, each drained before (default: refuse to start beside it)",
     )
     group.add_argument(
+        "--calibrate",
+        metavar="S",
+        nargs="?",
+        const=60.0,
+        type=seconds(minimum=1.0, maximum=_LONGEST_WAIT),
+        help="after so many seconds without a request (60) measure an engine, while the others "
+        "serve, and write its profile into the folder (default: none is measured)",
+    )
+    group.add_argument(
         "--wait",
         metavar="S",
         type=seconds(minimum=1.0, maximum=_LONGEST_WAIT),
@@ -204,6 +213,7 @@ def _start(options: UpOptions, arguments: argparse.Namespace) -> int:
             state,
             checks=arguments.checks,
             applies=arguments.apply,
+            calibrate=arguments.calibrate,
         ).run()
 
     with folder.locked() as is_first:

@@ -16,7 +16,7 @@ from pdproxy_lab.up.arrangement import Chosen, Role
 from pdproxy_lab.up.errors import CANT_START, UpError
 from pdproxy_lab.up.options import UpOptions, number_of
 from pdproxy_lab.up.program import Ended, run
-from pdproxy_lab.up.rolling import PDPROXY
+from pdproxy_lab.up.taken_out import PDPROXY
 
 DEADLINE = 180.0
 """Seconds. Eight engines take ten."""

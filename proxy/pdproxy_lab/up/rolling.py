@@ -5,22 +5,15 @@ admin API first, and used again once it is ready. With a command that fails it g
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import aiohttp
 
 from pdproxy_lab.up.command import EngineCommand
 from pdproxy_lab.up.errors import UpError
-from pdproxy_lab.up.program import run
+from pdproxy_lab.up.state import Folder
 from pdproxy_lab.up.supervised import Supervised
-
-PDPROXY = (sys.executable, "-m", "pdproxy")
-DRAIN = 600.0
-"""Seconds until the engine must have ended its requests, and until it must be used again."""
-_EXTRA = 30.0
-"""Seconds for the command that waits for it to begin and end."""
+from pdproxy_lab.up.taken_out import give_back, take_out
 
 Say = Callable[[str], None]
 
@@ -29,12 +22,11 @@ async def restart(
     engine: Supervised,
     command: EngineCommand,
     url: str,
-    settings: Path,
+    folder: Folder,
     session: aiohttp.ClientSession,
     say: Say,
 ) -> None:
-    """Start an engine again. `url`: its own; `settings`: the proxy's file. Nobody else keeps the
-    engine running meanwhile.
+    """Start an engine again. `url`: its own. Nobody else keeps the engine running meanwhile.
 
     Raises:
         UpError: it can't be drained and runs on as it is; or it does not start, and runs with its
@@ -43,19 +35,19 @@ async def restart(
     never = asyncio.Event()
     if engine.process.runs:
         say(f"{engine.name}: gets no more requests, and ends those that it has")
-        await _engines("drain", url, settings)
+        await take_out(url, folder)
     try:
         await _start(engine, command, never, session, say)
     except UpError as error:
         say(f"{error}\n{engine.name}: starts again as it was")
         await _start(engine, engine.command, never, session, say)
-        await _engines("undrain", url, settings)
+        await give_back(url, folder)
         raise UpError(
             f"{engine.name} does not start with these flags and runs as before; the change ends "
             f"here"
         ) from None
     engine.command = command
-    await _engines("undrain", url, settings)
+    await give_back(url, folder)
     say(f"{engine.name}: serves with its new flags")
 
 
@@ -69,12 +61,3 @@ async def _start(
     await engine.stop(never)
     engine.start(command)
     await engine.until_ready(session, say)
-
-
-async def _engines(action: str, url: str, settings: Path) -> None:
-    command = [*PDPROXY, "engines", action, url, "--config", str(settings)]
-    wait = ["--wait", "--wait-for", f"{DRAIN:g}"]
-    ended = await run([*command, *wait], DRAIN + _EXTRA, f"pdproxy engines {action}")
-    if ended.code:
-        said = ended.err.decode("utf-8", "replace").strip()
-        raise UpError(f"{url} can't be {action}ed: {said}")

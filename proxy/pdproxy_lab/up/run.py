@@ -21,17 +21,22 @@ from pdproxy_lab.up.changes import Orders, in_order, refuse_other
 from pdproxy_lab.up.command import EngineCommand
 from pdproxy_lab.up.errors import UpError
 from pdproxy_lab.up.machine import LOOPBACK
+from pdproxy_lab.up.measuring import Measuring, measured_engine
 from pdproxy_lab.up.own_process import GRACE, OwnProcess
 from pdproxy_lab.up.prepared import Before, Prepared
 from pdproxy_lab.up.program import run
-from pdproxy_lab.up.rolling import PDPROXY, restart
+from pdproxy_lab.up.rolling import restart
+from pdproxy_lab.up.running_proxy import RunningProxy, Said
 from pdproxy_lab.up.screen import greeting, plan_lines, url_of
 from pdproxy_lab.up.state import Folder, State
 from pdproxy_lab.up.supervised import Say, Supervised, Times
 from pdproxy_lab.up.system_processes import boot_id
+from pdproxy_lab.up.taken_out import PDPROXY, give_back_left
 
 INTERRUPTED = 130
 PROXY = "proxy"
+DETAILS_EVERY = 15.0
+"""Seconds between two looks at the details of the proxy's `/ready`."""
 CHECK_DEADLINE = 120.0
 """Seconds for the check of one pair of engines."""
 
@@ -79,8 +84,10 @@ class Up:
         *,
         checks: bool = True,
         applies: bool = False,
+        calibrate: float | None = None,
     ) -> None:
-        """Find what runs.
+        """Find what runs. `calibrate`: seconds without a request after which an engine is measured;
+        None: none is.
 
         Raises:
             UpError: it can't be changed so.
@@ -91,6 +98,10 @@ class Up:
         self._say = say
         self._times = times
         self._checks = checks
+        self._calibrate = calibrate
+        if calibrate is not None:
+            measured_engine(prepared.plan)
+        self._changing = asyncio.Lock()
         self._ending = Ending()
         self._wanted = self._state = state_of(prepared)
         if applies and before is not None:
@@ -191,6 +202,12 @@ class Up:
             self._say(line)
         for one in (*self._engines.values(), self._proxy):
             self._keep(one, session)
+        proxy = RunningProxy(self._prepared.settings)
+        watching = [
+            asyncio.create_task(one) for one in (self._show_details(proxy), self._measure(proxy))
+        ]
+        for task in watching:
+            task.add_done_callback(self._see_failed)
         orders = Orders(self._folder, partial(self._change, session))
         await orders.start()
         try:
@@ -199,10 +216,45 @@ class Up:
             await self._over.wait()
         finally:
             orders.close()
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
+
+    async def _measure(self, proxy: RunningProxy) -> None:
+        """Have all engines used, then measure one of them if that is wanted."""
+        if PROXY in self._running:
+            try:
+                async with self._changing:
+                    url = await give_back_left(self._folder)
+            except UpError as error:
+                self._say(f"an engine that an earlier `up` has taken out of use stays so: {error}")
+            else:
+                if url is not None:
+                    self._say(f"{url} was taken out of use by an earlier `up`: it is used again")
+        if self._calibrate is not None:
+            prepared, folder = self._prepared, self._folder
+            measuring = Measuring(
+                *(prepared.plan, prepared.settings, folder),
+                *(self._calibrate, self._changing, self._say),
+            )
+            await measuring.run(proxy)
+
+    async def _show_details(self, proxy: RunningProxy) -> None:
+        """Show what the proxy says is wrong, or could be better."""
+        said, loop = Said(), asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(DETAILS_EVERY)
+            for detail in said.new(await proxy.details(), loop.time()):
+                self._say(f"proxy: {detail}")
 
     def _keep(self, one: Supervised, session: aiohttp.ClientSession) -> None:
         self._keeping[one.name] = task = asyncio.create_task(one.keep(session), name=one.name)
         task.add_done_callback(self._see_given_up)
+
+    def _see_failed(self, task: asyncio.Task[None]) -> None:
+        """Show what has ended what goes on beside the rest."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._say(f"a task of `up` itself has failed, the rest goes on: {error!r}")
 
     def _see_given_up(self, task: asyncio.Task[None]) -> None:
         """Note that nothing can serve any more: without the proxy, or without any engine."""
@@ -250,7 +302,12 @@ class Up:
             UpError: it can't be changed so, or an engine does not start.
         """
         refuse_other(self._state, wanted)
+        if self._changing.locked():
+            say("waits until an engine is measured")
+        async with self._changing:
+            await self._make(session, wanted, say)
 
+    async def _make(self, session: aiohttp.ClientSession, wanted: State, say: Say) -> None:
         def both(text: str) -> None:
             self._say(text)
             if say is not self._say:
@@ -272,7 +329,7 @@ class Up:
             await self._let_go(name)
             try:
                 await restart(
-                    engine, wanted.commands[name], urls[name], self._folder.settings, session, both
+                    engine, wanted.commands[name], urls[name], self._folder, session, both
                 )
             finally:
                 self._keep(engine, session)

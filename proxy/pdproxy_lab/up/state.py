@@ -8,6 +8,8 @@ at a time has the lock.
     pdproxy.yaml the settings of the proxy
     up.sock      where the running `up` takes changes
     admin.sock   the admin API of the proxy
+    taken-out    the URL of the engine that the proxy does not use for a while
+    profile.json what --calibrate has measured
 
 So nothing that was started can be missing there, at whatever moment `up` is killed.
 """
@@ -80,6 +82,16 @@ class Folder:
         """The socket where the running `up` takes changes."""
         return self.path / "up.sock"
 
+    @property
+    def taken_out(self) -> Path:
+        """Which engine is taken out of use."""
+        return self.path / "taken-out"
+
+    @property
+    def profile(self) -> Path:
+        """What was measured."""
+        return self.path / "profile.json"
+
     def stat(self, name: str) -> Path:
         """Where a process has written itself down."""
         return self.path / f"{name}.stat"
@@ -123,6 +135,7 @@ class Folder:
         """Remove what says that something runs. Logs stay."""
         for path in (
             self.path / "state.json",
+            self.taken_out,
             *self.path.glob("*.stat"),
             *self.path.glob("*.sock"),
         ):
