@@ -11,7 +11,7 @@ from msgspec import UNSET
 
 from pdproxy.wire.kubernetes import Container, PodAddress, Renamed
 from pdproxy_operator.names import WORKER
-from pdproxy_operator.resources import Object, OwnMetadata
+from pdproxy_operator.resources import GROUP, Object, OwnMetadata
 
 
 class OwnedMetadata(OwnMetadata, frozen=True):
@@ -24,6 +24,14 @@ class OwnedMetadata(OwnMetadata, frozen=True):
         """The uid of the object that controls this one, None: none does."""
         found = [one.get("uid") for one in self.owner_references or () if one.get("controller")]
         return found[0] if found else None
+
+    @property
+    def is_of_operator(self) -> bool:
+        """Whether a PDRuntime or a PDProxy controls this object, perhaps one that is gone."""
+        return any(
+            one.get("controller") and str(one.get("apiVersion")).startswith(f"{GROUP}/")
+            for one in self.owner_references or ()
+        )
 
 
 class OwnObject(Renamed, frozen=True):

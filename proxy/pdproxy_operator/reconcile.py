@@ -471,10 +471,11 @@ class _Reconciliation:
                 self._take_note(owner, wanted)
                 return
         elif live.metadata.controller != owner.metadata.uid:
-            if live.metadata.controller in self._store.uids(self._namespace):
+            known = self._store.uids(self._namespace)
+            if live.metadata.is_of_operator and live.metadata.controller not in known:
+                await self._delete(kind, live)  # its owner is gone, and another has the name
+            else:
                 self._take_note(owner, wanted)
-            else:  # its owner is gone, and another has the name
-                await self._delete(kind, live)
             return
         elif is_as_wanted(live, complete):
             return

@@ -12,6 +12,7 @@ import pytest
 
 from pdproxy.fleet import informer
 from pdproxy_operator import pages, store, work
+from pdproxy_operator.names import MANAGED_BY, MANAGER
 from tests.fakes.world import until
 from tests.operator.cluster import NAMESPACE, Cluster, cluster
 from tests.operator.resources import proxy, runtime
@@ -146,6 +147,26 @@ async def test_an_object_of_another_owner_is_left_alone_while_there_is_one(some:
 
 def uid_of(of: Cluster, plural: str, name: str) -> str:
     return str(of.of(plural)[name]["metadata"]["uid"])
+
+
+@pytest.mark.parametrize(
+    "owners", [[], [{"apiVersion": "example.com/v1", "uid": "u", "controller": True}]]
+)
+async def test_what_looks_like_its_own_and_has_another_owner_is_not_deleted(
+    some: Cluster, owners: list[object]
+) -> None:
+    metadata = {"labels": {MANAGED_BY: MANAGER}, "ownerReferences": owners}
+    some.api.put("owner-of-all", NAMESPACE, "services", metadata={"uid": "u"})
+    some.api.objects["services", NAMESPACE, "owner-of-all"]["metadata"]["uid"] = "u"
+    some.api.put("p-prestop", NAMESPACE, "configmaps", metadata=metadata, data={"of": "others"})
+    some.put(runtime("p", "prefill"))
+    async with some.operating():
+        await until(lambda: some.of("pdruntimes")["p"].get("status"))
+        await some.calm()
+        assert some.of("configmaps")["p-prestop"]["data"] == {"of": "others"}
+        assert "There is a ConfigMap p-prestop that is not of this PDRuntime" in str(
+            some.of("pdruntimes")["p"]["status"]["conditions"]
+        )
 
 
 async def test_an_object_that_cannot_be_read_stops_no_other(
