@@ -13,6 +13,9 @@ from pdproxy_operator.pools import Pool
 from pdproxy_operator.rollout import Part
 from pdproxy_operator.troubles import is_there, ready_for, seconds_since, trouble_of
 
+MAX_REPLICAS = 10_000
+"""Engines of a runtime at most, as its definition has it: a rollout counts them one by one."""
+
 
 def engines_of(pods: Sequence[OwnPod]) -> list[OwnPod]:
     """Return those of some pods that are engines, or the first ones of their groups, and stay."""
@@ -54,7 +57,8 @@ def parts_of(
                 waiting.append((ready_for(pod, now), why))
             else:
                 ready += 1
-        replicas = workload.spec.get("replicas", 1)
+        # what somebody has written into a Deployment may be any number
+        replicas = min(workload.spec.get("replicas", 1), MAX_REPLICAS)
         if len(some) < replicas:
             unstarted += replicas - len(some)
             if (why_none := _not_created(workload, now)) is not None:

@@ -11,7 +11,7 @@ from pdproxy_operator.figures import EngineFigures, Figures
 from pdproxy_operator.own import OwnPod
 from pdproxy_operator.parts import parts_of
 from pdproxy_operator.pools import selected_pools
-from pdproxy_operator.rollout import Part, duration
+from pdproxy_operator.rollout import Part, Wanted, duration, next_step
 from pdproxy_operator.troubles import ready_for, trouble_of
 from tests.operator.pods import NOW, ago, ended, pod, waiting, workload
 from tests.operator.resources import proxy, runtime
@@ -204,3 +204,10 @@ def test_a_new_engine_serves_once_all_proxies_use_it(
     pods = [pod("p-1", ready=True, since=100, revision="old")]
     (part,) = parts_of(pool, [workload("p", "old", 1)], pods, figures, NOW)
     assert part.ready == 1
+
+
+def test_a_deployment_of_any_number_of_replicas_takes_no_time() -> None:
+    """Somebody has scaled it by hand, or has mistyped a number."""
+    (part,) = parts([("p", "new", 2**31 - 1)], [])
+    step = next_step([part], [Wanted("p", "prefill", 1)], "new", "pairs", 60.0)
+    assert step.replicas == {("p", "new"): 1}
