@@ -13,6 +13,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -39,6 +40,10 @@ from pdproxy_operator.transitions import Rate
 from pdproxy_operator.work import Work
 
 logger = logging.getLogger("pdproxy.operator")
+RECURSION = 40_000
+"""Python's limit of calls in calls. The API server takes objects of 10,000 levels: one of them may
+not keep the operator from reading a list with all others.
+"""
 STALE = 900.0
 """Seconds for which the API server may say nothing before /health fails: an API server that is away
 is no reason to start the operator again.
@@ -69,6 +74,7 @@ def run(options: Options) -> int:
         SettingsError: the options are wrong.
     """
     core_dumps.forbid()
+    sys.setrecursionlimit(RECURSION)
     path = options.secret_file
     secret = None if path is None else read_secret("--secret-file", path)
     with bound(options.host, options.port) as listening:
