@@ -36,6 +36,10 @@ MORE_AT_ONCE = 4
 PACE_S = 60.0
 GAP_S = 60.0
 LONGEST_PENDING_S = 300.0
+NOTED_S = 10.0
+"""Seconds for which a time that the demand was known is not written anew. Each write has the
+runtime looked at again, which must come to an end however slow the API server is.
+"""
 _ROUNDING = 1e-9
 
 
@@ -294,7 +298,8 @@ def _down(need: _Need, target: int, now: int, *, at_once: bool) -> tuple[int, Sc
             since, enough = now, target
         else:
             enough = max(enough, target)
-        seen = now
+        if seen is None or not 0 <= now - seen < NOTED_S:
+            seen = now
     replicas = least = one.replicas
     if replicas > scaling.max_replicas or (at_once and target < replicas):
         least = target

@@ -250,6 +250,14 @@ def test_single_looks_without_a_page_do_not_begin_the_time_again() -> None:
     assert cluster.replicas() == 2
 
 
+def test_a_look_right_behind_another_has_nothing_to_write() -> None:
+    """Each write has the runtime looked at again: else there would be no end of writes."""
+    first = decide([runtime(replicas=3)], None, 1000.0)["decode"]
+    looks = [runtime(replicas=3)._replace(state=first.state)]
+    assert decide(looks, None, 1004.0)["decode"] == first
+    assert decide(looks, None, 1015.0)["decode"] != first
+
+
 def test_a_clock_that_goes_back() -> None:
     """No time counts that is in the future."""
     cluster = Cluster(runtime(replicas=4))
