@@ -13,6 +13,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from pdproxy.app.drain import longest_drain
 from pdproxy.engine_model.profile import shipped
 from pdproxy.settings.errors import SettingsError
@@ -27,6 +29,8 @@ KEYS = "/etc/pdproxy-keys"
 """The folder of the files with keys, a folder for each kind of key."""
 RUN = "/run/pdproxy"
 """The folder that the proxies write to."""
+MAX_CONFIG = 64 << 10
+"""Bytes of `config` as JSON: a check of 1000 engines in it takes most of a second, each time."""
 _PORT = 8000
 _POOL = re.compile(r"\bpools\[([0-9]{1,4})\]")
 _PODS = re.compile(r"podss?://([^/:]*)", re.IGNORECASE)
@@ -76,6 +80,8 @@ def proxy_settings(proxy: Proxy, pools: Sequence[Pool], key_hash: str | None) ->
 
 def _settings(proxy: Proxy, pools: Sequence[Pool], key_hash: str | None) -> ProxySettings:
     config = proxy.spec.config
+    if (size := len(msgspec.json.encode(config))) > MAX_CONFIG:
+        raise ConfigError(f"config has {size} bytes as JSON: {MAX_CONFIG} are the most")
     own: Object = {"listen": {"admin": f"unix:{RUN}/admin.sock"}}
     if "replicas" not in config:
         own["replicas"] = {"count": "auto", "name": replicas_name(proxy.metadata.name)}

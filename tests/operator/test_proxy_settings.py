@@ -114,6 +114,13 @@ def test_what_is_nested_too_deeply_is_refused() -> None:
         proxy_settings(front, selected_pools(front, [PREFILL, DECODE]), None)
 
 
+def test_settings_of_any_size_are_not_checked() -> None:
+    """It would hold up the operator for all other PDProxies."""
+    nodes = [{"url": f"http://10.0.0.1:{port}", "role": "any"} for port in range(1, 3000)]
+    with pytest.raises(ConfigError, match=r"^config has \d+ bytes as JSON: 65536 are the most$"):
+        settings(config={"pools": [{"name": "more", "connector": "nixl", "nodes": nodes}]})
+
+
 def test_one_role_alone_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
         settings(PREFILL)
