@@ -6,6 +6,7 @@ counted. A page that can't be read is no answer.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -80,22 +81,20 @@ class Figures:
         return self.answered == self.total
 
 
-def figures_of(pages: Mapping[str, bytes | None]) -> Figures:
-    """Return what the pages of proxies say together. `pages`: by the name of the proxy's pod; None:
-    it has not answered.
+def add_page(figures: Figures, pod: str, text: bytes | None) -> None:
+    """Add what the page of one more proxy says. `pod`: its name; `text` None: it has not
+    answered.
     """
-    figures = Figures(total=len(pages))
-    for pod, text in sorted(pages.items()):
-        if text is None:
-            continue
-        try:
-            page = _Page(text)
-        except ValueError as error:
-            figures.unreadable.append(f"/metrics of {pod} has {error}")
-            continue
-        figures.answered += 1
-        _add(figures, pod, page)
-    return figures
+    figures.total += 1
+    if text is None:
+        return
+    try:
+        page = _Page(text)
+    except ValueError as error:
+        bisect.insort(figures.unreadable, f"/metrics of {pod} has {error}")
+        return
+    figures.answered += 1
+    _add(figures, pod, page)
 
 
 def deletion_costs(figures: Mapping[str, EngineFigures]) -> dict[str, int]:
@@ -155,6 +154,6 @@ def _add(figures: Figures, proxy: str, page: _Page) -> None:
         value >= _HALF for (state,), value in page.by(_STATE, "state") if state != "not_ready"
     )
     if any(value for _, value in page.by(_REFUSED)):
-        figures.refused.append(proxy)
+        bisect.insort(figures.refused, proxy)
     left_out = round(sum(value for _, value in page.by(_LEFT_OUT)))
     figures.left_out = max(figures.left_out, left_out)

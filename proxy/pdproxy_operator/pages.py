@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pdproxy.kit.errors import PdproxyError
 from pdproxy.settings.limits import Deadlines
 from pdproxy.upstream.admin import EngineAdmin
-from pdproxy_operator.figures import Figures, figures_of
+from pdproxy_operator.figures import Figures, add_page
 from pdproxy_operator.keys import key_of
 from pdproxy_operator.names import PROXY
 from pdproxy_operator.own import OwnPod
@@ -100,9 +100,16 @@ class Pages:
                 self._asked.add(proxy.metadata.uid)
                 self._said_of(name_of(proxy))
             return
-        pages = await asyncio.gather(*(self._page(proxy, pod) for pod in pods))
-        names = [one.metadata.name for one in pods]
-        figures = await asyncio.to_thread(figures_of, dict(zip(names, pages, strict=True)))
+        figures, one_by_one = Figures(), asyncio.Lock()
+
+        async def ask(pod: OwnPod) -> None:
+            # a page is kept no longer than until it is read: proxies may be many
+            async with self._places:
+                page = await self._page(proxy, pod)
+                async with one_by_one:
+                    await asyncio.to_thread(add_page, figures, pod.metadata.name, page)
+
+        await asyncio.gather(*map(ask, pods))
         at = asyncio.get_running_loop().time()
         self._asked.add(proxy.metadata.uid)
         self._said[name_of(proxy)] = _Said(proxy.metadata.uid, at, figures)
@@ -113,10 +120,9 @@ class Pages:
         ip = pod.status.pod_ip
         host = f"[{ip}]" if ":" in ip else ip
         url = f"{scheme_of(proxy)}://{host}:{port_of(proxy)}"
-        async with self._places:
-            if self._secret is not None:
-                self._keys[url] = key_of(self._secret, proxy.metadata.uid)
-            try:
-                return await self._admin.metrics(url)
-            except PdproxyError:
-                return None
+        if self._secret is not None:
+            self._keys[url] = key_of(self._secret, proxy.metadata.uid)
+        try:
+            return await self._admin.metrics(url)
+        except PdproxyError:
+            return None

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy_operator.figures import MAX_LINES, EngineFigures, Figures, deletion_costs, figures_of
+from pdproxy_operator import pages as pages_module
+from pdproxy_operator.figures import MAX_LINES, EngineFigures, Figures, add_page, deletion_costs
+from pdproxy_operator.pages import AT_ONCE, Pages
+from tests.operator.pods import pod
+from tests.operator.resources import proxy
 
 FIRST = b"""
 # HELP pdproxy_node_info Always 1; the labels are an engine's role
@@ -43,6 +51,49 @@ pdproxy_state{state="ok"} 0.0
 pdproxy_state{state="not_ready"} 1.0
 pdproxy_settings_refused 0.0
 """  # noqa: E501 - lines of a page
+
+
+def figures_of(pages: Mapping[str, bytes | None]) -> Figures:
+    figures = Figures()
+    for name, text in pages.items():
+        add_page(figures, name, text)
+    return figures
+
+
+class _Store:
+    """Many pods of proxies that are ready."""
+
+    def pods(self, _: str) -> list[Any]:
+        labels = {"pdproxy.dev/proxy": "pdproxy"}
+        return [pod(f"x-{number}", ready=True, labels=labels) for number in range(5 * AT_ONCE)]
+
+
+async def test_pages_are_not_kept_until_all_proxies_have_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each may have megabytes."""
+    kept, most = 0, 0
+
+    async def metrics(_: str) -> bytes:
+        nonlocal kept, most
+        kept += 1
+        most = max(most, kept)
+        await asyncio.sleep(0)
+        return FIRST
+
+    def read(figures: Figures, name: str, text: bytes | None) -> None:
+        nonlocal kept
+        kept -= 1
+        add_page(figures, name, text)
+
+    asker = Pages(_Store(), None, lambda _: None)  # type: ignore[arg-type]
+    monkeypatch.setattr(asker._admin, "metrics", metrics)
+    monkeypatch.setattr(pages_module, "add_page", read)
+    await asker._ask(proxy())
+    found = asker.figures(proxy())
+    assert found is not None
+    assert found.answered == 5 * AT_ONCE
+    assert most <= AT_ONCE
 
 
 def test_what_two_of_four_proxies_say() -> None:
