@@ -13,6 +13,7 @@ import pytest
 from pdproxy.fleet import informer
 from pdproxy_operator import pages, store, work
 from pdproxy_operator.names import MANAGED_BY, MANAGER
+from pdproxy_operator.resources import API_VERSION
 from tests.fakes.world import until
 from tests.operator.cluster import NAMESPACE, Cluster, cluster
 from tests.operator.resources import proxy, runtime
@@ -127,7 +128,10 @@ async def test_an_object_of_another_owner_is_left_alone_while_there_is_one(some:
     some.collects = False
     some.put(runtime("p", "prefill"), runtime("d", "decode"), proxy())
     labels = {"app.kubernetes.io/managed-by": "pdproxy-operator", "pdproxy.dev/proxy": "pdproxy"}
-    metadata = {"labels": labels, "ownerReferences": [{"uid": "gone", "controller": True}]}
+    metadata = {
+        "labels": labels,
+        "ownerReferences": [{"apiVersion": API_VERSION, "uid": "gone", "controller": True}],
+    }
     some.api.put("pdproxy", NAMESPACE, "services", metadata=metadata, spec={})
     async with some.operating():
         await until(lambda: some.of("services").get("pdproxy", {}).get("spec"))
