@@ -77,7 +77,9 @@ def next_step(
     `revision`: the one to come to. `start_seconds`: in which an engine should serve.
     """
     pool = _Pool(parts, wanted, revision)
-    waiting = [one for one in parts if one.revision == revision and one.ready < one.replicas]
+    its = {one.runtime for one in wanted}
+    new = [one for one in parts if one.revision == revision and one.runtime in its]
+    waiting = [one for one in new if one.ready < one.replicas]
     longest = max(waiting, key=lambda one: one.waiting_s, default=None)
     stuck = longest is not None and longest.waiting_s >= start_seconds
     if not waiting:
@@ -191,7 +193,11 @@ class _Pool:
 
     def replace(self, order: Order) -> None:
         """Replace the next engine, or the next pair. All engines of the new revision serve."""
-        if not self._start_beside(order) and not self._take_turns(order):
+        if self._start_beside(order):
+            return
+        if self._turns(order):
+            self._take_turns(order)
+        else:
             self._end_beside()
 
     def _start_beside(self, order: Order) -> bool:
@@ -209,25 +215,23 @@ class _Pool:
         return bool(alone)
 
     def _end_beside(self) -> None:
-        """End the old engines beside which new ones were started: these serve, and all others are
-        replaced.
+        """End the old engines beside which new ones were started: these serve, and no other one is
+        to be replaced.
         """
         for engines in self._olds():
             engines.end(engines.replicas)
 
-    def _take_turns(self, order: Order) -> bool:
+    def _take_turns(self, order: Order) -> None:
         """Replace an engine of the role whose turn it is; and one of the role that comes then, if
-        it is another one: engines that share prompts start at the same time. Return whether there
-        was one.
+        it is another one: engines that share prompts start at the same time.
         """
         had: list[Role] = []
         while not had or order == "pairs":
             turns = self._turns(order)
             role = next((one for one in turns if one in had or self._replace_one(one)), None)
             if role is None or role in had:
-                break
+                return
             had.append(role)
-        return bool(had)
 
     def _turns(self, order: Order) -> list[Role]:
         """Return the roles with engines to replace, in the order in which they should be: so that

@@ -390,6 +390,10 @@ STEPS = {
         *("p=6 d=2", "p:old=6 p:new=0/2 d:old=2"),
         "p:old=5 p:new=1 d:old=2 d:new=0",
     ),
+    "what is no runtime of the pool any more is left alone": (
+        *("p=2 d=2", "p:old=2 d:old=2 q:new=0/1"),
+        "p:old=1 p:new=1 d:old=1 d:new=1",
+    ),
     "a former revision comes back the same way": (
         *("p=4 d=4", "p:new=3 p:typo=0/1! d:new=4"),
         "p:new=4 p:typo=0 d:new=4",
