@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from pdproxy.kit.text import truncate
 from pdproxy.upstream.kubernetes import ApiError
 from pdproxy_operator.api import Api
 from pdproxy_operator.conditions import proxy_conditions, runtime_conditions
@@ -151,8 +152,8 @@ class _Reconciliation:
                 if own.metadata.deletion_timestamp is None:
                     self._own_of.setdefault((kind, own.metadata.controller), []).append(own)
         self._failures: list[ApiError] = []
-        self._taken: dict[tuple[str, str], str] = {}
-        """By label and name of an owner: which name of its objects another object has."""
+        self._refused: dict[tuple[str, str], str] = {}
+        """By label and name of an owner: why one of its objects is not written."""
         self._written: list[tuple[Kind, Name, str]] = []
         self.again: float | None = None
 
@@ -187,12 +188,16 @@ class _Reconciliation:
             await self._say_proxy(self._proxy, [], why)
         raise ApiError(why)
 
-    async def _do(self, write: Awaitable[str], kind: Kind, namespace: str, name: str) -> None:
-        """Write one object. A refusal keeps no other from being written."""
+    async def _do(
+        self, write: Awaitable[str], kind: Kind, namespace: str, name: str
+    ) -> ApiError | None:
+        """Write one object. A refusal keeps no other from being written, and is returned."""
         try:
             self._written.append((kind, Name(namespace, name), await write))
         except ApiError as error:
             self._note(error)
+            return error
+        return None
 
     def _note(self, error: ApiError) -> None:
         if error.status is None or error.status >= 500 or error.status in (401, 429):
@@ -279,12 +284,11 @@ class _Reconciliation:
             if change.adds < 0:
                 await self._deletion_costs(change.revision)
             await change.write()
-        refused |= {name: self._taken[RUNTIME, name] for name in self._names_taken(one.pool)}
+        for runtime in one.pool.runtimes:
+            name = runtime.metadata.name
+            if (why := self._refused.get((RUNTIME, name))) is not None:
+                refused.setdefault(name, why)
         return refused
-
-    def _names_taken(self, pool: Pool) -> list[str]:
-        names = [one.metadata.name for one in pool.runtimes]
-        return [name for name in names if (RUNTIME, name) in self._taken]
 
     def _missing(self, wanted: Sequence[Object]) -> str | None:
         """Return which kind this cluster lacks, in a sentence, None: it has all."""
@@ -404,7 +408,7 @@ class _Reconciliation:
             for one in sorted(wanted, key=lambda each: WRITTEN.index(_kind(each))):
                 await self._apply(proxy, one)
             await self._delete_unwanted(proxy, wanted)
-            refused = self._taken.get((PROXY, proxy.metadata.name))
+            refused = self._refused.get((PROXY, proxy.metadata.name))
         await self._say_proxy(proxy, steps, refused)
 
     async def _say_proxy(self, proxy: Proxy, steps: Sequence[Step], refused: str | None) -> None:
@@ -468,28 +472,35 @@ class _Reconciliation:
                 self._note(error)
                 return
             if is_there:
-                self._take_note(owner, wanted)
+                self._note_other(owner, wanted)
                 return
         elif live.metadata.controller != owner.metadata.uid:
             known = self._store.uids(self._namespace)
             if live.metadata.is_of_operator and live.metadata.controller not in known:
                 await self._delete(kind, live)  # its owner is gone, and another has the name
             else:
-                self._take_note(owner, wanted)
+                self._note_other(owner, wanted)
             return
         elif is_as_wanted(live, complete):
             return
-        await self._do(self._api.apply(complete), kind, *name)
+        refusal = await self._do(self._api.apply(complete), kind, *name)
+        if refusal is not None:
+            said = truncate(refusal.message or str(refusal))
+            self._refuse(owner, f"The API server refuses the {kind.kind} {name.name}: {said}")
 
-    def _take_note(self, owner: Runtime | Proxy, wanted: Object) -> None:
+    def _note_other(self, owner: Runtime | Proxy, wanted: Object) -> None:
         """An object that is not the owner's has the name of one that it needs."""
-        label = RUNTIME if isinstance(owner, Runtime) else PROXY
         name = wanted["metadata"]["name"]
-        self._taken[label, owner.metadata.name] = (
+        self._refuse(
+            owner,
             f"There is a {wanted['kind']} {name} that is not of this {owner_kind(owner)}: rename "
-            f"or delete it."
+            f"or delete it.",
         )
         self.again = LOOK_AGAIN
+
+    def _refuse(self, owner: Runtime | Proxy, why: str) -> None:
+        label = RUNTIME if isinstance(owner, Runtime) else PROXY
+        self._refused.setdefault((label, owner.metadata.name), why)
 
     async def _delete_unwanted(
         self, owner: Runtime | Proxy, wanted: Sequence[Object], keeps: Sequence[Kind] = ()

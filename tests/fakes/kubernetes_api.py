@@ -83,6 +83,8 @@ class KubernetesApi:
         """Kinds that this cluster does not have, as in paths."""
         self.kinds: dict[str, set[str]] = {}
         """The kinds of each group's version that are named to who asks, by its path."""
+        self.refuses: dict[str, str] = {}
+        """What is said instead of taking objects of a kind, as in paths."""
         self.owned: dict[Key, Owned] = {}
         self.answered: Counter[str] = Counter()
         """Lists and watches that were answered."""
@@ -248,6 +250,8 @@ class KubernetesApi:
         for name in ("uid", "resourceVersion"):
             if name in given and given[name] != (live or {"metadata": {}})["metadata"].get(name):
                 return _status(409, f"the object has been modified: another {name}")
+        if key[0] in self.refuses and part is None:
+            return _status(422, self.refuses[key[0]])
         if request.method == "DELETE":
             self.written.append(("DELETE", request.path, body))
             self.delete(key[2], key[1], key[0])

@@ -121,6 +121,23 @@ async def test_an_object_of_others_is_left_alone_and_named(some: Cluster) -> Non
         assert "pdproxy-replicas" in some.of("services"), "others are made"
 
 
+async def test_what_the_api_server_refuses_is_said_and_stops_no_other(some: Cluster) -> None:
+    some.put(runtime("p", "prefill"), runtime("d", "decode"), proxy())
+    some.api.refuses["deployments"] = "spec.template: Invalid value"
+    async with some.operating() as operator:
+        await until(lambda: some.of("pdruntimes")["d"].get("status"))
+        await until(lambda: some.of("pdproxies")["pdproxy"].get("status"))
+        said = "The API server refuses the Deployment {}: spec.template: Invalid value"
+        name = f"d-{some.of('pdruntimes')['d']['status']['revision']}"
+        assert said.format(name) in str(some.of("pdruntimes")["d"]["status"]["conditions"])
+        assert said.format("pdproxy") in str(some.of("pdproxies")["pdproxy"]["status"])
+        assert {"d-prestop", "p-prestop"} <= some.of("configmaps").keys()
+        await until(lambda: 'result="failed"} 0.0' not in str(operator.answers()["/metrics"]()))
+        some.api.refuses.clear()
+        await until(lambda: len(some.of("deployments")) == 3)
+        await until(lambda: "refuses" not in str(some.of("pdruntimes")["d"]["status"]))
+
+
 async def test_an_object_of_another_owner_is_left_alone_while_there_is_one(some: Cluster) -> None:
     """What a PDProxy of the same name has left is made anew. Of two PDProxies that need the same
     name one gets it, and the other says so.
