@@ -146,21 +146,25 @@ class Cluster:
 
     # operators
 
-    def operator(self, *, leader_elect: bool = False, secret: str | None = None) -> Operator:
+    def operator(
+        self,
+        *,
+        leader_elect: bool = False,
+        secret: str | None = None,
+        namespaces: tuple[str, ...] = (),
+    ) -> Operator:
         """Return an operator that does not run yet."""
         path = kubeconfig(self._folder, self.api)
         times = Kubernetes(kubeconfig=path, timeout=5)
         options = Options(
-            (), times.kubeconfig, None, leader_elect, "127.0.0.1", 0, None, "info", "text"
+            namespaces, times.kubeconfig, None, leader_elect, "127.0.0.1", 0, None, "info", "text"
         )
         return Operator(options, Client(times), times, secret)
 
     @asynccontextmanager
-    async def operating(
-        self, *, leader_elect: bool = False, secret: str | None = None
-    ) -> AsyncIterator[Operator]:
-        """Have an operator run."""
-        made = self.operator(leader_elect=leader_elect, secret=secret)
+    async def operating(self, **options: Any) -> AsyncIterator[Operator]:
+        """Have an operator run. `options`: of `operator`."""
+        made = self.operator(**options)
         task = asyncio.create_task(made.run())
         try:
             yield made

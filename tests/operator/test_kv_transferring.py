@@ -10,7 +10,6 @@ import pytest
 from pdproxy.settings.schema import Settings
 from pdproxy_operator import figures as read_here
 from pdproxy_operator.conditions import runtime_conditions
-from pdproxy_operator.figures import figures_of
 from pdproxy_operator.pools import selected_pools
 from pdproxy_operator.rollout import Step
 from tests.fakes import answers
@@ -18,6 +17,7 @@ from tests.fakes.engine import Reply
 from tests.fakes.world import COMPLETIONS, PROMPT, World, completion, world
 from tests.operator.pods import NOW, pod
 from tests.operator.resources import proxy, runtime
+from tests.operator.test_figures import figures_of
 
 METRICS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 (POOL,) = selected_pools(proxy(), [runtime("p", "prefill"), runtime("d", "decode")])

@@ -4,6 +4,7 @@ they should, writes nothing where nothing differs, and converges however often i
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from pdproxy.fleet import informer
-from pdproxy_operator import pages, store, work
+from pdproxy.upstream.kubernetes import ApiError
+from pdproxy_operator import lease, pages, store, work
+from pdproxy_operator.kinds import DEPLOYMENTS
 from pdproxy_operator.names import MANAGED_BY, MANAGER
 from pdproxy_operator.resources import API_VERSION
 from tests.fakes.world import until
@@ -246,6 +249,40 @@ async def test_a_cluster_without_an_api_has_the_rest(some: Cluster) -> None:
         conditions = str(some.of("pdproxies")["pdproxy"]["status"]["conditions"])
         assert "This cluster has no HTTPRoute (gateway.networking.k8s.io/v1)." in conditions
         assert len(some.of("deployments")) == 2, "of engines alone"
+
+
+async def test_an_operator_that_has_lost_its_lease_writes_nothing_and_ends(
+    some: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "EVERY", 0.05)
+    some.put(runtime("p", "prefill"), runtime("d", "decode"), proxy())
+    operator = some.operator(leader_elect=True)
+    task = asyncio.create_task(operator.run())
+    try:
+        await until(lambda: len(some.of("deployments")) == 3)
+        await until(lambda: "pdproxy_operator_leader 1.0" in str(operator.answers()["/metrics"]()))
+        ((name, held),) = some.of("leases").items()
+        taken = {**held, "spec": {**held["spec"], "holderIdentity": "another"}}
+        taken["metadata"] = {**held["metadata"]}
+        some.api._store(("leases", "default", name), taken)
+        assert await asyncio.wait_for(task, 30) == 1
+        assert "pdproxy_operator_leader 0.0" in str(operator.answers()["/metrics"]())
+        with pytest.raises(ApiError, match="does not act any more"):
+            await operator._api.scale(DEPLOYMENTS, NAMESPACE, "pdproxy", 1)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_it_works_in_its_namespaces_alone(some: Cluster) -> None:
+    some.put(runtime("p", "prefill"), runtime("d", "decode"), proxy())
+    async with some.operating(namespaces=("other", "another")):
+        await until(lambda: some.api.answered["watch"] > 20)
+        await some.calm()
+        assert some.api.written == []
+        assert all("/namespaces/" in path for path, query in some.api.asked if query)
+    async with some.operating(namespaces=("other", NAMESPACE)):
+        await until(lambda: len(some.of("deployments")) == 3)
 
 
 def change(of: Cluster, chance: random.Random) -> None:

@@ -52,8 +52,8 @@ class Looked(Cluster):
 def calls(rate: float, prompt: int, output: int) -> Iterator[Call]:
     chance, due, number = random.Random(1), 0.0, 0
     while (due := due + chance.expovariate(rate)) < SECONDS:
-        lengths = [round(mean * chance.uniform(0.5, 1.5)) for mean in (prompt, output)]
-        yield Call(number, due, *lengths)
+        tokens, answer = (round(mean * chance.uniform(0.5, 1.5)) for mean in (prompt, output))
+        yield Call(number, due, tokens, answer)
         number += 1
 
 
