@@ -33,6 +33,15 @@ from tests.operator.filled import filled, schema_of
 from tests.unit.test_informer import kubeconfig
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "kubernetes" / "operator-2p2d.yaml"
+SETTINGS: Any = {
+    "limits": {"attempts": 1, "continuations": 0},
+    "deadlines": {"probe": 30},
+    "health": {"stalled_after": 0},
+    "outliers": {"interval": 0},
+}
+"""The proxies' settings where no second attempt is to hide what was lost, and where engines of a
+busy machine are as good as others.
+"""
 KIND = {kind.kind: kind for kind in OWN}
 _LEGS = re.compile(r"prefill=http://([0-9.]+):\d+ decode=http://([0-9.]+):\d+")
 
@@ -202,7 +211,7 @@ def example_objects() -> list[Any]:
 
 def example(**of_runtimes: Any) -> list[Any]:
     """Return the objects of the example for simulated engines: two prefill and two decode engines,
-    and two proxies whose answers no second attempt betters. `of_runtimes`: more of the specs.
+    and two proxies. `of_runtimes`: more of the specs.
     """
     found = example_objects()
     for one in found:
@@ -211,5 +220,5 @@ def example(**of_runtimes: Any) -> list[Any]:
             spec |= {"simulated": True, "image": "pdproxy:0.1.0", "model": {"name": "tiny"}}
             spec |= of_runtimes
         elif one["kind"] == PROXIES.kind:
-            spec["config"] = {"limits": {"attempts": 1, "continuations": 0}}
+            spec["config"] = SETTINGS
     return found
