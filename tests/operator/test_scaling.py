@@ -184,8 +184,12 @@ def test_bounds_of_the_runtime() -> None:
     assert cluster.replicas() == 2
     below = Cluster(runtime(autoscaling=Autoscaling(20, 10, DOWN_S), ready=0, replicas=1))
     below.ready_at["decode"] = []
-    below.look(decode=0.5)
+    below.look(decode=12.0)
     assert below.replicas() == 10
+    assert below.limited() == Limited(
+        "ScaleUpLimit",
+        "The load needs 12 engines: no more than 10 are asked for while 0 can serve.",
+    )
     above = Cluster(runtime(autoscaling=scaling, replicas=5))
     above.run(2, steady(decode=5.0))
     assert above.replicas() == 3
@@ -367,7 +371,7 @@ def test_pods_that_are_not_made_yet_hold_gpus() -> None:
     """Two looks within a second ask for no more than the budget has."""
     fleet = [runtime("prefill", 2.0, 2), runtime("decode", 4.0, 2)]
     assert decide(fleet, 5, NOON)["decode"].replicas == 3
-    fleet = [fleet[0]._replace(demand=4.0), fleet[1]._replace(replicas=3)]
+    fleet = [fleet[0]._replace(demand=6.0), fleet[1]._replace(demand=3.0, replicas=3)]
     assert [one.replicas for one in decide(fleet, 5, NOON).values()] == [2, 3]
 
 
@@ -399,7 +403,8 @@ def test_engines_of_several_gpus() -> None:
 
 def test_engines_without_gpus_are_in_no_budget() -> None:
     """Simulated ones rise also where the budget is exceeded."""
-    cluster = Cluster(runtime("prefill", gpus=0), runtime("decode", 2.0, 2), gpus=1)
+    twice = Autoscaling(max_replicas=20, min_replicas=2, scale_down_seconds=DOWN_S)
+    cluster = Cluster(runtime("prefill", gpus=0), runtime(autoscaling=twice), gpus=1)
     cluster.look(prefill=5.0, decode=2.0)
     assert cluster.replicas("prefill") == 5
 
