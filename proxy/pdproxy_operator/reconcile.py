@@ -170,8 +170,7 @@ class _Reconciliation:
         if self._proxy is not None:
             await self._proxy_and_its_status(self._proxy, [one.step for one in rollouts])
         # the next reconciliation must see what this one has written
-        for kind, name, version in self._written:
-            await self._store.caught_up(kind, name, version)
+        await self._store.caught_up(self._written)
         if self._failures:
             raise self._failures[0]
 

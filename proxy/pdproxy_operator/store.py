@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
@@ -40,7 +40,7 @@ from pdproxy_operator.resources import (
 
 logger = logging.getLogger("pdproxy.operator")
 CAUGHT_UP = 2.0
-"""Seconds for which a write is waited for to come back, at most."""
+"""Seconds for which the writes of a reconciliation are waited for to come back, at most."""
 LOOK_AGAIN = 10.0
 """Seconds until a cluster is asked again whether it has a kind, after a failure."""
 NOTHING = msgspec.Raw(b"{}")
@@ -338,19 +338,16 @@ class Store:
             Group("PDProxy", namespace, one.metadata.name) for one in self.proxies(namespace)
         }
 
-    async def caught_up(self, kind: Kind, name: Name, version: str) -> None:
-        """Wait until a write is known here, but not for long. `version`: the object's, "": it was
-        deleted.
+    async def caught_up(self, written: Iterable[tuple[Kind, Name, str]]) -> None:
+        """Wait until some writes are known here, but not for long. Each has the version of the
+        object, "": it was deleted.
         """
-        parts: list[Part[Any]] = [
-            one
-            for one in self._parts()
-            if one.kind == kind and one.namespace in (None, name.namespace)
-        ]
-        for part in parts:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CAUGHT_UP):
-                    await part.has_seen(name, version)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CAUGHT_UP):
+                for kind, name, version in written:
+                    for part in self._parts():
+                        if part.kind == kind and part.namespace in (None, name.namespace):
+                            await part.has_seen(name, version)
 
     # what changes
 
