@@ -51,6 +51,8 @@ LOOK_AGAIN = 15.0
 of engines that follows the load.
 """
 
+UNSURE = "the proxies were not asked lately which engines they use"
+
 
 class _Rollout(NamedTuple):
     """A pool whose engines this group replaces, and what becomes of them."""
@@ -230,10 +232,23 @@ class _Reconciliation:
             start = max(one.spec.start_seconds for one in pool.runtimes)
             order = "pairs" if spec is None else spec.rollout.order
             step = next_step(parts, wanted, pool.revision, order, start)
+            if self._is_unsure() and any(one.revision != pool.revision for one in parts):
+                as_it_is = {(one.runtime, one.revision): one.replicas for one in parts}
+                step = Step(as_it_is, UNSURE, stuck=False)
             if step.reason is not None:
                 self.again = LOOK_AGAIN
             found.append(_Rollout(pool, parts, step, decisions))
         return found
+
+    def _is_unsure(self) -> bool:
+        """Return whether there are proxies that serve, and it is not known which engines they can
+        use: after a start, an engine that is ready may be one for which a rollout waits.
+        """
+        return (
+            self._figures is None
+            and self._proxy is not None
+            and any(one.is_ready for one in self._pods(PROXY, self._proxy))
+        )
 
     def _selecting(self, runtime: Runtime) -> list[Proxy]:
         return [

@@ -133,7 +133,7 @@ class Part(Generic[F]):
         changes: list[tuple[F | None, F | None]] = []
         for name, one in now.items():
             was = before.get(name)
-            if was is None or _version(was) != _version(one):
+            if was is None or (was is not one and _is_other(was, one)):
                 changes.append((was, one))
         changes += [(before[name], None) for name in before.keys() - now.keys()]
         heard, self._heard = self._heard, asyncio.Event()
@@ -419,8 +419,14 @@ def is_change_of_user(was: Unread | None, one: Unread | None) -> bool:
     )
 
 
-def _version(one: _Followed) -> tuple[str, str]:
-    return one.metadata.uid, one.metadata.resource_version
+def _is_other(was: _Followed, one: _Followed) -> bool:
+    """Return whether an object has changed. By a new definition it has other defaults, and the same
+    version.
+    """
+    before, now = was.metadata, one.metadata
+    if (before.uid, before.resource_version) != (now.uid, now.resource_version):
+        return True
+    return isinstance(was, Unread) and isinstance(one, Unread) and was.spec != one.spec
 
 
 def _read(kind: Kind, one: Unread) -> Runtime | Proxy:

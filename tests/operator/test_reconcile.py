@@ -239,6 +239,48 @@ async def test_what_depends_on_an_object_that_cannot_be_read_stays_as_it_is(some
         await until(lambda: {*images(some).values()} == {NEW, "pdproxy:0.1.0"})
 
 
+async def test_a_rollout_waits_until_the_proxies_were_asked(
+    some: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each start of an operator replaces engines whose successors no proxy can use."""
+
+    async def never(_: pages.Pages) -> None:
+        await asyncio.sleep(3600)
+
+    some.put(runtime("p", "prefill", replicas=3), runtime("d", "decode", replicas=3), proxy())
+    async with some.operating():
+        await until(lambda: len(some.of("deployments")) == 3)
+        await some.calm()
+    before = images(some)
+    some.put(
+        runtime("p", "prefill", replicas=3, image=NEW),
+        runtime("d", "decode", replicas=3, image=NEW),
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(pages.Pages, "run", never)
+        async with some.operating():
+            await until(lambda: len(some.of("deployments")) == 5)
+            await some.calm()
+            counts = {name: some.of("deployments")[name]["spec"]["replicas"] for name in before}
+            assert set(counts.values()) == {2, 3}, "two proxies, and three engines of each role"
+    async with some.operating():
+        await until(lambda: len(some.of("deployments")) == 3 and NEW in images(some).values())
+
+
+async def test_definitions_that_are_newer_have_objects_read_again(some: Cluster) -> None:
+    """Their defaults change what the API server gives, and not its version."""
+    some.put(runtime("p", "prefill"))
+    made = some.of("pdruntimes")["p"]
+    role = made["spec"].pop("role")
+    async with some.operating() as operator:
+        await until(lambda: "unreadable_objects 1.0" in str(operator.answers()["/metrics"]()))
+        made["spec"]["role"] = role
+        some.api.forget()
+        some.api.version += 1
+        some.api.cut()
+        await until(lambda: "unreadable_objects 0.0" in str(operator.answers()["/metrics"]()))
+
+
 async def test_a_cluster_without_an_api_has_the_rest(some: Cluster) -> None:
     some.api.absent = {"leaderworkersets", "httproutes", "podmonitors"}
     route = {"parentRefs": [{"name": "gateway"}], "hostnames": []}
