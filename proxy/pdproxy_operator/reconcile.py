@@ -7,6 +7,7 @@ left to do follows from the objects. A mistake in one object keeps no other from
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,11 +47,14 @@ from pdproxy_operator.store import Group, Store
 from pdproxy_operator.transitions import Rate, event_of, transitions
 from pdproxy_operator.work import GoneError
 
+logger = logging.getLogger("pdproxy.operator")
 LOOK_AGAIN = 15.0
 """Seconds until a group is reconciled again for which time matters: engines that start, or a number
 of engines that follows the load.
 """
 
+_USED = ("ServiceAccount", "ConfigMap", "Role")
+"""Kinds of objects that other objects use by their names."""
 UNSURE = "the proxies were not asked lately which engines they use"
 
 
@@ -156,6 +160,8 @@ class _Reconciliation:
         self._failures: list[ApiError] = []
         self._refused: dict[tuple[str, str], str] = {}
         """By label and name of an owner: why one of its objects is not written."""
+        self._incomplete: set[tuple[str, str]] = set()
+        """Owners that lack an object which others of their objects use."""
         self._written: list[tuple[Kind, Name, str]] = []
         self.again: float | None = None
 
@@ -291,8 +297,17 @@ class _Reconciliation:
             for each in wanted:
                 if _kind(each) not in WORKLOADS:
                     await self._apply(runtime, each)
-            workloads += self._changes(runtime, one.pool, current, replicas)
             await self._delete_unwanted(runtime, wanted, keeps=WORKLOADS)
+            if (RUNTIME, name) in self._incomplete:
+                refused[name] = self._refused[RUNTIME, name]
+            else:
+                workloads += self._changes(runtime, one.pool, current, replicas)
+        if refused and any(part.revision != one.pool.revision for part in one.parts):
+            # engines of the new revision would find no partners
+            workloads.clear()
+            first = min(refused)
+            held = f"No engine is replaced while PDRuntime {first} is wrong: {refused[first]}"
+            refused = {each.metadata.name: held for each in one.pool.runtimes} | refused
         # GPUs are freed before others need them
         for change in sorted(workloads, key=lambda change: change.adds):
             if change.adds < 0:
@@ -360,7 +375,10 @@ class _Reconciliation:
                 continue
             cost = str(costs.get(meta.name, 0))
             if (meta.annotations or {}).get(DELETION_COST, "0") != cost:
-                await self._try(self._api.annotate(meta, {DELETION_COST: cost}))
+                try:
+                    await self._api.annotate(meta, {DELETION_COST: cost})
+                except ApiError as error:
+                    self._note(error)
 
     async def _scale(self, runtime: Runtime, decisions: Mapping[str, Decision]) -> None:
         """Have a runtime have the engines that its load needs."""
@@ -420,7 +438,10 @@ class _Reconciliation:
             refused = str(error)
         if refused is None:
             for one in sorted(wanted, key=lambda each: WRITTEN.index(_kind(each))):
-                await self._apply(proxy, one)
+                # a RoleBinding may not give a Role of others, nor may pods use files of others
+                is_complete = (PROXY, proxy.metadata.name) not in self._incomplete
+                if is_complete or one["kind"] not in ("RoleBinding", "Deployment"):
+                    await self._apply(proxy, one)
             await self._delete_unwanted(proxy, wanted)
             refused = self._refused.get((PROXY, proxy.metadata.name))
         await self._say_proxy(proxy, steps, refused)
@@ -500,21 +521,25 @@ class _Reconciliation:
         refusal = await self._do(self._api.apply(complete), kind, *name)
         if refusal is not None:
             said = truncate(refusal.message or str(refusal))
-            self._refuse(owner, f"The API server refuses the {kind.kind} {name.name}: {said}")
+            why = f"The API server refuses the {kind.kind} {name.name}: {said}"
+            self._refuse(owner, wanted, why)
 
     def _note_other(self, owner: Runtime | Proxy, wanted: Object) -> None:
         """An object that is not the owner's has the name of one that it needs."""
         name = wanted["metadata"]["name"]
         self._refuse(
             owner,
+            wanted,
             f"There is a {wanted['kind']} {name} that is not of this {owner_kind(owner)}: rename "
             f"or delete it.",
         )
         self.again = LOOK_AGAIN
 
-    def _refuse(self, owner: Runtime | Proxy, why: str) -> None:
+    def _refuse(self, owner: Runtime | Proxy, wanted: Object, why: str) -> None:
         label = RUNTIME if isinstance(owner, Runtime) else PROXY
         self._refused.setdefault((label, owner.metadata.name), why)
+        if wanted["kind"] in _USED:
+            self._incomplete.add((label, owner.metadata.name))
 
     async def _delete_unwanted(
         self, owner: Runtime | Proxy, wanted: Sequence[Object], keeps: Sequence[Kind] = ()
@@ -556,13 +581,10 @@ class _Reconciliation:
         for one in transitions(of.status.conditions, conditions):
             if self._of.events.takes():
                 event = event_of(of, one, self._of.reporter, self._now)
-                await self._try(self._api.create_event(event))
-
-    async def _try(self, write: Awaitable[None]) -> None:
-        try:
-            await write
-        except ApiError as error:
-            self._note(error)
+                try:
+                    await self._api.create_event(event)
+                except ApiError as error:  # the conditions say the same
+                    logger.warning("an Event of %s %s/%s: %s", kind.kind, namespace, name, error)
 
 
 def owner_kind(owner: Runtime | Proxy) -> str:

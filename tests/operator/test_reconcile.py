@@ -13,7 +13,7 @@ import pytest
 
 from pdproxy.fleet import informer
 from pdproxy.upstream.kubernetes import ApiError
-from pdproxy_operator import lease, pages, store, work
+from pdproxy_operator import api, lease, pages, store, work
 from pdproxy_operator.kinds import DEPLOYMENTS
 from pdproxy_operator.names import MANAGED_BY, MANAGER
 from pdproxy_operator.resources import API_VERSION
@@ -191,6 +191,48 @@ async def test_what_looks_like_its_own_and_has_another_owner_is_not_deleted(
         assert "There is a ConfigMap p-prestop that is not of this PDRuntime" in str(
             some.of("pdruntimes")["p"]["status"]["conditions"]
         )
+
+
+async def test_no_right_is_given_that_a_role_of_others_has(some: Cluster) -> None:
+    """Else who may make a PDProxy gets the rights of each Role of the namespace, by its name."""
+    some.api.put("deployer", NAMESPACE, "roles", rules=[{"verbs": ["*"]}])
+    some.put(runtime("p", "prefill"), runtime("d", "decode"), proxy("deployer"))
+    async with some.operating():
+        await until(lambda: some.of("pdproxies")["deployer"].get("status"))
+        await some.calm()
+        assert "There is a Role deployer" in str(some.of("pdproxies")["deployer"]["status"])
+        assert not some.of("rolebindings")
+        assert "deployer" not in some.of("deployments")
+
+
+async def test_a_runtime_that_is_refused_holds_up_the_rollout_of_its_pool(
+    some: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its partners come to a revision without it, and no prompt is split any more. Events that
+    can't be written hold up nothing.
+    """
+
+    async def create_event(*_: object) -> None:
+        raise ApiError("no room for Events", status=500)
+
+    monkeypatch.setattr(api.Api, "create_event", create_event)
+    some.put(runtime("p", "prefill", replicas=3), runtime("d", "decode", replicas=3), proxy())
+    async with some.operating() as operator:
+        await until(lambda: len(some.of("deployments")) == 3)
+        await some.calm()
+        before = images(some)
+        wrong = {"spec": {"containers": [{"name": "engine", "image": "mine"}]}}
+        some.put(
+            runtime("p", "prefill", replicas=3, image=NEW, template=wrong),
+            runtime("d", "decode", replicas=3, image=NEW),
+        )
+        await until(lambda: "PDRuntime p is wrong" in str(some.of("pdruntimes")["d"]["status"]))
+        await some.calm()
+        assert images(some) == before
+        assert {one["spec"]["replicas"] for one in some.of("deployments").values()} == {2, 3}
+        some.put(runtime("p", "prefill", replicas=3, image=NEW))
+        await until(lambda: set(images(some).values()) >= {NEW} and len(images(some)) == 3)
+        assert 'reconciles_total{result="failed"} 0.0' in str(operator.answers()["/metrics"]())
 
 
 async def test_an_object_that_cannot_be_read_stops_no_other(
