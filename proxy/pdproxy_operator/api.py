@@ -87,21 +87,19 @@ class Api:
             encoded = msgspec.json.encode(body)
             answer = await connection.send(method, path, parameters, encoded, content)
         self._counted(kind.kind, verb)
-        try:
-            return msgspec.json.decode(answer, type=_Answer).metadata.resource_version
-        except UNREADABLE as error:
-            raise ApiError(f"{path}: an answer that can't be read: {error}") from None
+        return _metadata(path, answer).resource_version
 
-    async def exists(self, kind: Kind, name: Name) -> bool:
-        """Return whether there is an object of this name, whoever has made it."""
+    async def find(self, kind: Kind, name: Name) -> OwnedMetadata | None:
+        """Return an object of this name, whoever has made it, None: there is none."""
+        path = kind.path(*name)
         async with self._connection() as connection:
             try:
-                await connection.get(kind.path(*name), {})
+                found = await connection.get(path, {})
             except ApiError as error:
                 if error.status == 404:
-                    return False
+                    return None
                 raise
-        return True
+        return _metadata(path, found)
 
     async def apply(self, wanted: Object) -> str:
         """Have an object be as it is wanted, whoever has changed the fields that it names. Others'
@@ -166,3 +164,10 @@ class Api:
         except ApiError as error:
             if error.status != 409:
                 raise
+
+
+def _metadata(path: str, answer: bytes) -> OwnedMetadata:
+    try:
+        return msgspec.json.decode(answer, type=_Answer).metadata
+    except UNREADABLE as error:
+        raise ApiError(f"{path}: an answer that can't be read: {error}") from None

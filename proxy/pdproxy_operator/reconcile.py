@@ -502,11 +502,12 @@ class _Reconciliation:
             return  # it is made anew when it is gone
         if live is None:
             try:
-                is_there = await self._api.exists(kind, name)
+                found = await self._api.find(kind, name)
             except ApiError as error:
                 self._note(error)
                 return
-            if is_there:
+            # its own without the label is as one that differs
+            if found is not None and found.controller != owner.metadata.uid:
                 self._note_other(owner, wanted)
                 return
         elif live.metadata.controller != owner.metadata.uid:

@@ -83,6 +83,9 @@ async def test_what_others_change_is_put_back_and_what_they_add_stays(some: Clus
         }
         other["spec"] |= {"selector": {"changed": "by others"}, "externalIPs": ["10.0.0.1"]}
         some.api._store(("services", NAMESPACE, "pdproxy"), other)
+        bare = some.of("services")["pdproxy-all"]
+        metadata = {**bare["metadata"], "labels": {}}
+        some.api._store(("services", NAMESPACE, "pdproxy-all"), {**bare, "metadata": metadata})
         some.api.delete("d-prestop", NAMESPACE, "configmaps")
         await until(lambda: "d-prestop" in some.of("configmaps"))
         await some.calm()
