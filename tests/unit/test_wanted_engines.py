@@ -20,7 +20,14 @@ from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.ledger_engine import REVISION, EngineSpec, Evidence, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.slo import NO_SLO, Slo
-from pdproxy.scheduling.wanted_engines import BUSY, MEMORY_S, WAIT_S, EngineSize, WantedEngines
+from pdproxy.scheduling.wanted_engines import (
+    BUSY,
+    MEMORY_S,
+    TPOT_PART,
+    WAIT_S,
+    EngineSize,
+    WantedEngines,
+)
 
 HARDWARE = Hardware(
     prefill_tokens_per_s=10_000.0, decode_step_s=0.0101, decode_step_per_seq_s=0.000_1
@@ -141,6 +148,11 @@ class World:
         return self.wanted.needed(self.now)[role].because
 
 
+def kept_by(mean: float) -> Slo:
+    """Return the SLO that nearly all requests keep at this mean. The shortest step takes 10 ms."""
+    return Slo(tpot=0.010 + (mean - 0.010) / TPOT_PART)
+
+
 P, D, A, ANY, E = Role.PREFILL, Role.DECODE, Role.AGGREGATED, Role.ANY, Role.ENCODE
 
 
@@ -152,12 +164,12 @@ P, D, A, ANY, E = Role.PREFILL, Role.DECODE, Role.AGGREGATED, Role.ANY, Role.ENC
         ((10.0, 1000, 100), NO_SLO, 1.25, 0.1 + 1000 * 0.010 / 200, "sequences"),
         ((10.0, 2000, 100), NO_SLO, 2.5, 0.1 + 1000 * 0.010 / (340_000 / 2050), "KV"),
         # a step of 20 ms has 100 sequences, one of 12.5 ms 25
-        ((10.0, 1000, 100), Slo(tpot=0.020), 1.25, 0.1 * 2, "TPOT"),
-        ((10.0, 1000, 100), Slo(tpot=0.0125), 1.25, 0.1 * 5, "TPOT"),
+        ((10.0, 1000, 100), kept_by(0.020), 1.25, 0.1 * 2, "TPOT"),
+        ((10.0, 1000, 100), kept_by(0.0125), 1.25, 0.1 * 5, "TPOT"),
         # no step is that short: that no engine can keep it does not count
         ((10.0, 1000, 100), Slo(tpot=0.005), 1.25, 0.1 + 1000 * 0.010 / 200, "sequences"),
         # just longer than a step: no more engines than sequences
-        ((10.0, 1000, 100), Slo(tpot=0.010_000_1), 1.25, 0.1 + 1000 * 0.010_000_1, "TPOT"),
+        ((10.0, 1000, 100), kept_by(0.010_000_1), 1.25, 0.1 + 1000 * 0.010_000_1, "TPOT"),
     ],
 )
 def test_by_a_profile(
@@ -204,13 +216,13 @@ def test_prompts_have_as_many_tokens_as_engines_count() -> None:
 
 @pytest.mark.parametrize("role", [A, ANY, D])
 def test_engines_that_serve_whole_need_both(role: Role) -> None:
-    world = World([role] * 2, slo=Slo(tpot=0.020))
+    world = World([role] * 2, slo=kept_by(0.020))
     world.load(10.0, 1000, 100, split=False)
     assert world.needed()[role.value] == pytest.approx((0.1 + 1.0) * 2, rel=0.03)
 
 
 def test_engines_of_role_any_need_both() -> None:
-    world = World([ANY] * 3, slo=Slo(tpot=0.020))
+    world = World([ANY] * 3, slo=kept_by(0.020))
     world.load(10.0, 1000, 100)
     assert world.needed() == pytest.approx({"any": 1.25 + 0.1 * 2}, rel=0.03)
 

@@ -29,8 +29,14 @@ it.
 """
 FULL_SEQUENCES, FULL_KV = 0.8, 0.85
 """The parts of an engine's sequences and of its KV cache that should be in use."""
-WAIT_S = 60.0
-"""Within how many seconds the engines should have done the work that waits."""
+WAIT_S = 300.0
+"""Within how many seconds the engines should have done the work that waits: those that are started
+for it serve only after some minutes.
+"""
+TPOT_PART = 0.75
+"""The part of what the SLO's TPOT leaves beyond the shortest step that the mean should take, so
+that nearly all requests keep the SLO.
+"""
 _ENOUGH = 16
 """Legs from which on what they show is known."""
 _BYTES_PER_TOKEN = 4
@@ -535,7 +541,8 @@ class _Load:
         else:
             engines = busy + tokens * base * min(one.engines, 1.0)
             options.append(Wanted(engines, one.because))
-        if (tpot := self._tpot) is not None and base < tpot:  # else no number of engines keeps it
+        if self._tpot is not None and base < self._tpot:  # else no number of engines keeps it
+            tpot = base + TPOT_PART * (self._tpot - base)
             # With one sequence per engine at the most, these would be `tokens * tpot`.
             engines = min(busy / (1.0 - base / tpot), busy + tokens * tpot)
             options.append(Wanted(engines, "TPOT"))
