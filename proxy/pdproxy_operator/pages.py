@@ -74,7 +74,7 @@ class Pages:
         try:
             while True:
                 begun = loop.time()
-                proxies = self._store.all_proxies()
+                proxies = sorted(self._store.all_proxies(), key=self._turn)
                 uids = {one.metadata.uid for one in proxies}
                 self._asked &= uids
                 self._said = {name: said for name, said in self._said.items() if said.uid in uids}
@@ -86,6 +86,13 @@ class Pages:
                 await asyncio.sleep(max(left, EVERY / 10))
         finally:
             await self._admin.close()
+
+    def _turn(self, proxy: Proxy) -> tuple[bool, float]:
+        """Return when a PDProxy is asked. Those that nobody reaches come last, in any order: else
+        they would hold up all others.
+        """
+        said = self._said.get(name_of(proxy))
+        return said is not None and not said.figures.answered, random.random()
 
     async def _ask(self, proxy: Proxy) -> None:
         namespace, name = name_of(proxy)
@@ -101,13 +108,22 @@ class Pages:
                 self._said_of(name_of(proxy))
             return
         figures, one_by_one = Figures(), asyncio.Lock()
+        until = asyncio.get_running_loop().time() + EVERY
 
         async def ask(pod: OwnPod) -> None:
-            # a page is kept no longer than until it is read: proxies may be many
-            async with self._places:
+            try:
+                async with asyncio.timeout_at(until):
+                    await self._places.acquire()
+            except TimeoutError:  # too many others do not answer
+                add_page(figures, pod.metadata.name, None)
+                return
+            try:
                 page = await self._page(proxy, pod)
+                # a page is kept no longer than until it is read: proxies may be many
                 async with one_by_one:
                     await asyncio.to_thread(add_page, figures, pod.metadata.name, page)
+            finally:
+                self._places.release()
 
         await asyncio.gather(*map(ask, pods))
         at = asyncio.get_running_loop().time()

@@ -96,6 +96,40 @@ async def test_pages_are_not_kept_until_all_proxies_have_answered(
     assert most <= AT_ONCE
 
 
+async def test_proxies_that_nobody_reaches_hold_up_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As behind a network policy of another namespace."""
+    silent, other = proxy(), proxy("other")
+
+    class Some(_Store):
+        def all_proxies(self) -> list[Any]:
+            return [silent, other]
+
+        def pods(self, namespace: str) -> list[Any]:
+            last = pod("y-1", ready=True, labels={"pdproxy.dev/proxy": "other"})
+            return [*super().pods(namespace) * 12, last]
+
+    async def page(of: Any, _: object) -> bytes | None:
+        if of is other:
+            return FIRST
+        await asyncio.sleep(1)
+        return None
+
+    monkeypatch.setattr(pages_module, "EVERY", 0.2)
+    asker = Pages(Some(), None, lambda _: None)  # type: ignore[arg-type]
+    monkeypatch.setattr(asker, "_page", page)
+    running = asyncio.create_task(asker.run())
+    async with asyncio.timeout(30):
+        while (found := asker.figures(other)) is None or not found.answered:
+            await asyncio.sleep(0.01)
+        while (unreached := asker.figures(silent)) is None:
+            await asyncio.sleep(0.01)
+    assert (unreached.answered, unreached.total) == (0, 60 * AT_ONCE)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 def test_what_two_of_four_proxies_say() -> None:
     pages = {"x-1": FIRST, "x-2": SECOND, "x-3": None, "x-4": b"pdproxy_state{"}
     figures = figures_of(pages)
