@@ -90,7 +90,7 @@ class Cluster:
 
     def control(self) -> None:
         """Do what the controllers of Deployments do."""
-        for key in {one.of for one in self.engines} | set(self.deployments):
+        for key in sorted({one.of for one in self.engines} | set(self.deployments)):
             some = [one for one in self.engines if one.of == key]
             some.sort(key=lambda one: (one.placed, one.ready))
             for one in some[: max(0, len(some) - self.deployments.get(key, 0))]:
