@@ -4,6 +4,7 @@ that stands still.
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 
 import msgspec
@@ -54,6 +55,25 @@ def test_the_demand_falls_smoothly_to_nothing() -> None:
     assert rates[0] == pytest.approx(5.0, rel=0.03)
     assert all(0.7 * before <= after < before for before, after in pairwise(rates[:30]))
     assert rates[-1] == 0.0
+
+
+@pytest.mark.parametrize("factor", [0.25, 3.0])
+def test_a_step_of_the_load_is_known_within_seconds(factor: float) -> None:
+    chance, meter, now = random.Random(7), DemandMeter(steps=True), 0.0
+    looks = 0.0
+    rates: list[tuple[float, float]] = []
+    while now < 80.0:
+        now += chance.expovariate(8.0 if now < 60.0 else 8.0 * factor)
+        meter.add(now, 1000, 0, 100.0)
+        while looks < now:
+            looks += 0.25
+            found = meter.mean(looks)
+            assert found is not None
+            rates.append((looks, found.rate))
+    before = [rate for at, rate in rates if 20.0 < at < 60.0]
+    assert sum(5.0 < rate < 12.0 for rate in before) >= 0.85 * len(before), "chance is no step"
+    after = [rate for at, rate in rates if at > 63.0]
+    assert all(0.6 * 8.0 * factor < rate < 1.6 * 8.0 * factor for rate in after)
 
 
 def test_a_clock_that_stands_still_or_goes_back() -> None:

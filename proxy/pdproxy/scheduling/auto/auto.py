@@ -61,8 +61,8 @@ class _Group:
     __slots__ = ("kept", "meter", "most_free", "reviewed")
 
     def __init__(self, slo: Slo, weights: Weights) -> None:
-        self.meter, self.kept = DemandMeter(), KeptEngines(slo, weights)
-        self.reviewed = 0.0
+        self.meter, self.kept = DemandMeter(steps=True), KeptEngines(slo, weights)
+        self.reviewed = -math.inf
         self.most_free = 0
         """The most engines of role `any` that a request could choose from: others exclude some."""
 
@@ -279,9 +279,12 @@ class Auto(Placement):
     def _review(self, now: float, view: EnginesView, group: _Group) -> None:
         if len(view.free) < group.most_free:
             return
-        group.most_free, group.reviewed = len(view.free), now
+        group.most_free = len(view.free)
         times = typical(view.free)
         demand = self._of_all(group.meter.demand(now, times))
+        if demand is None:
+            return
+        group.reviewed = now
         group.kept.review(
             now, view.free, demand, times, len(view.fixed_prefill), len(view.all) - len(view.free)
         )

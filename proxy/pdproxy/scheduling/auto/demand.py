@@ -15,6 +15,11 @@ _KNOWN_S = 0.5
 """Seconds from which a rate is known."""
 _PART = 0.25
 """The part of its memory for which an average takes what came as one sum."""
+_STEP = math.log(2.0)
+"""Of twice and half the rate it is tested whether they are likelier than the rate."""
+_CERTAIN = 4.5
+"""The logarithm of how much likelier, to be taken for a step of the load."""
+_NOTHING = (0.0,) * 6
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +42,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """Those of them that no cache has."""
     output: float
     """Tokens of its answer."""
+    requests: float
+    """How many requests this is known from."""
 
     def of_all(self, replicas: int) -> Demand:
         """Return the demand of so many replicas with as much demand each."""
@@ -57,13 +64,15 @@ class MeanRequest(msgspec.Struct, frozen=True, kw_only=True):
     pairs: float
     squares: float
     output: float
+    requests: float
 
 
 class DemandMeter:
     """Measures the demand. A request costs a few additions; the rest is done when somebody asks,
     and a few times in a memory's length.
 
-    The average has a memory of 200 requests: of `least_s` to `most_s` seconds.
+    The average has a memory of 200 requests: of `least_s` to `most_s` seconds. `steps`: whether
+    what was before a step in the load is forgotten at once.
     """
 
     __slots__ = (
@@ -72,20 +81,26 @@ class DemandMeter:
         "_count",
         "_due",
         "_least_s",
+        "_less",
         "_memory_s",
+        "_more",
         "_most_s",
         "_new",
         "_outputs",
         "_pairs",
         "_seconds",
         "_squares",
+        "_steps",
         "_sums",
         "_tokens",
     )
 
-    def __init__(self, least_s: float = _LEAST_S, most_s: float = _MOST_S) -> None:
-        self._least_s, self._most_s = least_s, most_s
-        self._sums: tuple[float, ...] = (0.0,) * 6
+    def __init__(
+        self, least_s: float = _LEAST_S, most_s: float = _MOST_S, *, steps: bool = False
+    ) -> None:
+        self._least_s, self._most_s, self._steps = least_s, most_s, steps
+        self._sums: tuple[float, ...] = _NOTHING
+        self._more, self._less = _Step(_STEP), _Step(-_STEP)
         self._at = self._due = self._seconds = 0.0
         self._memory_s = least_s
         self._begun = False
@@ -133,14 +148,21 @@ class DemandMeter:
         else:
             passed = 0.0  # a clock that stands still, or goes back
         self._due = self._at + _PART * memory
+        added = (self._count, self._tokens, self._new, self._pairs, self._squares, self._outputs)
+        before = self._sums[0] / self._seconds if self._seconds > _KNOWN_S else 0.0
         kept = math.exp(-passed / memory)
         # What came since then came evenly: its beginning is forgotten in part already.
         weight = (1.0 - kept) * memory / passed if passed else 1.0
         self._seconds = self._seconds * kept + passed * weight
-        added = (self._count, self._tokens, self._new, self._pairs, self._squares, self._outputs)
         self._sums = tuple(
             [old * kept + one * weight for old, one in zip(self._sums, added, strict=True)]
         )
+        if self._steps and before:
+            for step in (self._more, self._less):
+                if step.seen(added, passed, before):
+                    self._sums, self._seconds = step.sums, step.seconds
+                    self._more, self._less = _Step(_STEP), _Step(-_STEP)
+                    break
         self._count = self._tokens = self._new = 0
         self._pairs = self._squares = self._outputs = 0.0
 
@@ -161,6 +183,7 @@ class DemandMeter:
             pairs=pairs / count,
             squares=squares / count,
             output=outputs / count,
+            requests=count,
         )
 
     def demand(self, now: float, times: WorkTimes) -> Demand | None:
@@ -187,4 +210,33 @@ class DemandMeter:
             tokens=prompt,
             new_tokens=mean,
             output=found.output,
+            requests=found.requests,
         )
+
+
+class _Step:
+    """Looks for a step of the load by the cumulative sum of Page: of the logarithm of how much
+    likelier what has come is at `exp(step)` times the rate. Where that is less than nothing, the
+    step has not begun.
+    """
+
+    __slots__ = ("_likelier", "_step", "seconds", "sums")
+
+    def __init__(self, step: float) -> None:
+        self._step = step
+        self._begin()
+
+    def _begin(self) -> None:
+        self._likelier = self.seconds = 0.0
+        self.sums: tuple[float, ...] = _NOTHING
+        """What has come since the step."""
+
+    def seen(self, added: tuple[float, ...], passed: float, rate: float) -> bool:
+        """Return whether there was a step. `added` has come in the seconds that have passed."""
+        self._likelier += added[0] * self._step - rate * passed * math.expm1(self._step)
+        if self._likelier <= 0.0:
+            self._begin()
+            return False
+        self.sums = tuple([old + one for old, one in zip(self.sums, added, strict=True)])
+        self.seconds += passed
+        return self._likelier > _CERTAIN

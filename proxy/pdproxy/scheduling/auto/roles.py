@@ -12,13 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
+
 from pdproxy.scheduling.auto.demand import Demand
 from pdproxy.scheduling.auto.loads import MEMORY_S, PredictedLoad
 from pdproxy.scheduling.auto.times import WorkTimes
 from pdproxy.scheduling.auto.weights import Weights
 from pdproxy.scheduling.slo import Slo
 
-REVIEW_S = 0.5
+REVIEW_S = 0.25
 """Seconds between two changes."""
 _BETTER = 0.06
 """By how much less a number must cost, in parts of the requests that miss the SLO."""
@@ -61,6 +63,11 @@ demand.
 _COMPARE_S = 5.0
 """Seconds after which all are compared in any case."""
 _MOST_SHARE = 0.9
+_ASSUMED, _BUSY = 12.0, 0.75
+"""So many requests are assumed to have come before the first ones, at this part of the highest rate
+that the engines serve.
+"""
+_MISSES, _HALVINGS = 0.5, 12
 
 
 def expected_cost(
@@ -194,6 +201,7 @@ class KeptEngines:
         self._slo, self._weights = slo, weights
         self._work = self._tokens = 0.0
         self._compared = -math.inf
+        self._busy, self._mean = 0.0, (0.0,) * 4
         self._slightly = math.inf
         self.count = 0
         """How many are kept."""
@@ -205,7 +213,7 @@ class KeptEngines:
         self,
         now: float,
         loads: Sequence[PredictedLoad],
-        demand: Demand | None,
+        demand: Demand,
         times: WorkTimes,
         prefill: int = 0,
         fixed: int = 0,
@@ -216,12 +224,11 @@ class KeptEngines:
         `fixed`: how many other engines there are; `prefill`: how many of them are for prefill
         alone.
         """
-        if demand is None:
-            return
         engines = len(loads) + (0 if fixed > prefill else -1)
         self.count = sum(load.kept for load in loads)
         if self.count > engines:  # others went down
             self._keep(engines, loads, now, at_once=True)
+        demand = self._expected(demand, len(loads) + fixed, prefill, engines, times)
         work, tokens = demand.rate * demand.alone_s, demand.rate * demand.output
         numbers = {0, max(self.count - 1, 0), self.count, min(self.count + 1, engines)}
         changed = max(abs(work - self._work) / work, abs(tokens - self._tokens) / max(tokens, 1.0))
@@ -241,6 +248,38 @@ class KeptEngines:
         if gain > _BETTER or now - self._slightly > _PATIENCE_S:
             self._keep(best, loads, now)
         self.share = min(work / (self.count + prefill), _MOST_SHARE) if self.count else 0.0
+
+    def _expected(
+        self, demand: Demand, everything: int, prefill: int, most: int, times: WorkTimes
+    ) -> Demand:
+        """Return the demand with what is expected as long as little is known: that the engines are
+        busy, and keep the SLO. Where few requests come, any number of engines does.
+        """
+        mean = (demand.alone_s, demand.output, float(everything), float(most))
+        if any(abs(one - old) > _CHANGED * old for one, old in zip(mean, self._mean, strict=True)):
+            self._mean = mean
+            self._busy = _BUSY * self._capacity(demand, everything, prefill, most, times)
+        requests = demand.requests + _ASSUMED
+        seconds = demand.requests / demand.rate + _ASSUMED / self._busy
+        return msgspec.structs.replace(demand, rate=requests / seconds, requests=requests)
+
+    def _capacity(
+        self, demand: Demand, everything: int, prefill: int, most: int, times: WorkTimes
+    ) -> float:
+        """Return the requests per second beyond which `_MISSES` of them miss the SLO, with the best
+        number of engines.
+        """
+        numbers = range(0, most + 1, -(-(most + 1) // _NUMBERS))
+        low, high = 0.0, everything / demand.alone_s
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            at = msgspec.structs.replace(demand, rate=middle)
+            least = min(
+                expected_cost(number + prefill, everything, at, times, self._slo, self._weights)
+                for number in numbers
+            )
+            low, high = (middle, high) if least < _MISSES else (low, middle)
+        return max(low, high / 2)
 
     def _keep(
         self, best: int, loads: Sequence[PredictedLoad], now: float, *, at_once: bool = False
