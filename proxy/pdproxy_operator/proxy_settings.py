@@ -32,6 +32,8 @@ RUN = "/run/pdproxy"
 MAX_CONFIG = 64 << 10
 """Bytes of `config` as JSON: a check of 1000 engines in it takes most of a second, each time."""
 _PORT = 8000
+_FACTS_OF_ARGS = ("max_num_seqs", "max_num_batched_tokens")
+"""Facts that are flags of the engine, too: the proxies can't ask it for them."""
 _POOL = re.compile(r"\bpools\[([0-9]{1,4})\]")
 _PODS = re.compile(r"podss?://([^/:]*)", re.IGNORECASE)
 _INFERENCE_POOLS = re.compile(r"inferencepools?://", re.IGNORECASE)
@@ -169,6 +171,9 @@ def _node(runtime: Runtime) -> Object:
         facts["data_parallel_size"] = spec.data_parallel_size
     if not spec.simulated:
         facts["tensor_parallel_size"] = spec.tensor_parallel_size
+    for fact in _FACTS_OF_ARGS:
+        if (number := _number(spec.args, f"--{fact.replace('_', '-')}")) is not None:
+            facts[fact] = number
     if facts:
         node["facts"] = facts
     if spec.serves_whole:
@@ -176,6 +181,16 @@ def _node(runtime: Runtime) -> Object:
     if spec.labels:
         node["labels"] = spec.labels
     return node
+
+
+def _number(args: Sequence[str], flag: str) -> int | None:
+    """Return the value of a flag, the last one that is given; None: none, or no number."""
+    found = None
+    for word, after in zip(args, (*args, "")[1:], strict=True):
+        name, equals, value = word.partition("=")
+        if name == flag:
+            found = value if equals else after
+    return int(found) if found is not None and found.isascii() and found.isdecimal() else None
 
 
 def _merged(base: Object, changes: Object) -> Object:

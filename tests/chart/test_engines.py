@@ -158,6 +158,23 @@ def test_the_proxy_looks_for_just_these_pods(name: str) -> None:
     assert len({pool for _, pool in found.values()}) == (2 if name == "two models" else 1)
 
 
+@pytest.mark.parametrize(
+    ("args", "facts"),
+    [
+        (["--max-num-seqs=64", "--max-num-batched-tokens", "2048"], (64, 2048)),
+        (["--max-num-seqs", "64", "--max-num-seqs=128"], (128, None)),
+        (["--max-num-batched-tokens=2k", "--max-num-seqs-else=3", "5"], (None, None)),
+    ],
+)
+def test_flags_of_engines_are_facts_in_the_settings(
+    args: list[str], facts: tuple[int | None, int | None]
+) -> None:
+    engine = {"name": "plain", "role": "aggregated", "model": "m", "args": args}
+    (pool,) = settings_of(rendered({"engines": [engine]})).pools
+    found = pool.nodes[0].facts
+    assert (found.max_num_seqs, found.max_num_batched_tokens) == facts
+
+
 def test_settings_of_a_pool_stand_beside_its_engines() -> None:
     (pool,) = settings_of(rendered(SETS["settings of a pool, beside those of its engines"])).pools
     assert (pool.policy.placement, pool.profile) == ("auto", "h200-8b")

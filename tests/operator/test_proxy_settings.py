@@ -49,6 +49,23 @@ def test_what_a_runtime_says_of_its_engines_is_in_the_settings() -> None:
 
 
 @pytest.mark.parametrize(
+    ("args", "facts"),
+    [
+        (["--max-num-seqs=64", "--max-num-batched-tokens", "2048"], (64, 2048)),
+        (["--max-num-seqs", "64", "--max-num-seqs=128"], (128, None)),
+        (["--max-num-batched-tokens=2k", "--max-num-seqs"], (None, None)),
+        (["--max-num-seqs-else=3", "5"], (None, None)),
+    ],
+)
+def test_flags_of_engines_are_facts_in_the_settings(
+    args: list[str], facts: tuple[int | None, int | None]
+) -> None:
+    made = settings(runtime("p", "prefill", args=args), runtime("d", "decode"))
+    node = made.checked.pools[0].nodes[-1]
+    assert (node.facts.max_num_seqs, node.facts.max_num_batched_tokens) == facts
+
+
+@pytest.mark.parametrize(
     ("more", "said"),
     [
         (

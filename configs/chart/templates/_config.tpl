@@ -58,6 +58,19 @@ settings are those of `config`, and its engines are those of both. */ -}}
 {{- if not .simulated }}
 {{- $_ := set $facts "tensor_parallel_size" (int .tensorParallelSize) }}
 {{- end }}
+{{- $args := .args }}
+{{- range $fact := list "max_num_seqs" "max_num_batched_tokens" }}
+{{- $flag := printf "--%s" ($fact | replace "_" "-") }}
+{{- $before := "" }}
+{{- range $args }}
+{{- $word := toString . }}
+{{- $value := ternary $word (trimPrefix (printf "%s=" $flag) $word) (eq $before $flag) }}
+{{- if and (or (eq $before $flag) (ne $value $word)) (regexMatch "^[0-9]+$" $value) }}
+{{- $_ := set $facts $fact (int $value) }}
+{{- end }}
+{{- $before = $word }}
+{{- end }}
+{{- end }}
 {{- if $facts }}
 {{- $_ := set $node "facts" $facts }}
 {{- end }}
