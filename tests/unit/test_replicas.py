@@ -360,6 +360,6 @@ def test_auto_avoids_engines_that_others_use() -> None:
                 of.close(lease, Verdict.GOOD, at * 0.05 + 0.04, 100)
     for engine in of.engines:
         of.reported(engine.url, 60 if engine.url in ("http://0:1", "http://1:1") else 0, 2.0)
-    seen = Counter(lease.engine.url for at in range(24) for lease in place(of, 2.3 + at * 0.001))
+    seen = Counter(lease.engine.url for at in range(18) for lease in place(of, 2.3 + at * 0.001))
     assert not seen["http://0:1"] + seen["http://1:1"]
     assert len(seen) == 6

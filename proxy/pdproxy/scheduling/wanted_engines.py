@@ -255,6 +255,7 @@ class WantedEngines:
         self._size_of, self.slo = size_of, slo
         self._work = {role: _Work() for role in Role}
         self._engines: Sequence[LedgerEngine] = ()
+        self._present: frozenset[LedgerEngine] = frozenset()
         self._done_at: dict[LedgerEngine, float] = {}
         """When engines have ended a prefill leg last."""
         self._split_tokens, self._whole_tokens = _Mean(1.0), _Mean(1.0)
@@ -283,9 +284,9 @@ class WantedEngines:
         """An engine came, went or changed. `engines`: all of the pool."""
         self._engines = tuple(engines)
         self._roles.update([engine.role for engine in self._engines])
-        if len(self._done_at) > 2 * len(self._engines):
-            present = set(self._engines)
-            self._done_at = {one: at for one, at in self._done_at.items() if one in present}
+        self._present = frozenset(self._engines)
+        for gone in self._done_at.keys() - self._present:
+            del self._done_at[gone]
 
     # -- what the ledger tells
 
@@ -350,7 +351,8 @@ class WantedEngines:
             done_at, begun_at = self._done_at, lease.since
             since = done_at.get(engine, begun_at)
             gone.seconds += now - max(since, begun_at)
-            done_at[engine] = now
+            if engine in self._present:  # it may have been removed meanwhile
+                done_at[engine] = now
             if answering is not None and not answering.closed:
                 answering.tokens, answering.begun_at = prompt, now
                 come = self._work[answering.engine.role].answers

@@ -239,4 +239,4 @@ class _Step:
             return False
         self.sums = tuple([old + one for old, one in zip(self.sums, added, strict=True)])
         self.seconds += passed
-        return self._likelier > _CERTAIN
+        return self._likelier > _CERTAIN and self.seconds >= _KNOWN_S
