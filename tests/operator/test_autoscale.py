@@ -13,10 +13,10 @@ from pdproxy.scheduling.ledger_engine import Role
 ROLES = (Role.PREFILL, Role.DECODE)
 
 
-def test_a_day_in_two_hours() -> None:
+def test_a_day_in_three_hours() -> None:
     """The times of engines and of the operator are as short as the day, as far as they can be."""
     scene = autoscale.scene_of(
-        ROLES, autoscale.made_up(), hours=2.0, rate=1.5, load_s=60.0, window_s=75.0, bursts=()
+        ROLES, autoscale.made_up(), hours=3.0, rate=1.5, load_s=60.0, window_s=75.0, bursts=()
     )
     start = dict.fromkeys(ROLES, 2)
     operator, share = autoscale.measured(scene, start, autoscale.Operator(scene, down_s=180))

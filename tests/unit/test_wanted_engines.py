@@ -158,32 +158,34 @@ P, D, A, ANY, E = Role.PREFILL, Role.DECODE, Role.AGGREGATED, Role.ANY, Role.ENC
 
 @pytest.mark.parametrize("engines", [1, 2, 5])
 @pytest.mark.parametrize(
-    ("load", "slo", "prefill", "decode", "because"),
+    ("load", "slo", "busy", "decode", "because"),
     [
         # 10 prompts with 0.1 s of work; 1000 tokens with 0.1 ms, and 10 ms for 200 sequences
-        ((10.0, 1000, 100), NO_SLO, 1.25, 0.1 + 1000 * 0.010 / 200, "sequences"),
-        ((10.0, 2000, 100), NO_SLO, 2.5, 0.1 + 1000 * 0.010 / (340_000 / 2050), "KV"),
+        ((10.0, 1000, 100), NO_SLO, 1.0, 0.1 + 1000 * 0.010 / 200, "sequences"),
+        ((10.0, 2000, 100), NO_SLO, 2.0, 0.1 + 1000 * 0.010 / (340_000 / 2050), "KV"),
         # a step of 20 ms has 100 sequences, one of 12.5 ms 25
-        ((10.0, 1000, 100), kept_by(0.020), 1.25, 0.1 * 2, "TPOT"),
-        ((10.0, 1000, 100), kept_by(0.0125), 1.25, 0.1 * 5, "TPOT"),
+        ((10.0, 1000, 100), kept_by(0.020), 1.0, 0.1 * 2, "TPOT"),
+        ((10.0, 1000, 100), kept_by(0.0125), 1.0, 0.1 * 5, "TPOT"),
         # no step is that short: that no engine can keep it does not count
-        ((10.0, 1000, 100), Slo(tpot=0.005), 1.25, 0.1 + 1000 * 0.010 / 200, "sequences"),
+        ((10.0, 1000, 100), Slo(tpot=0.005), 1.0, 0.1 + 1000 * 0.010 / 200, "sequences"),
         # just longer than a step: no more engines than sequences
-        ((10.0, 1000, 100), kept_by(0.010_000_1), 1.25, 0.1 + 1000 * 0.010_000_1, "TPOT"),
+        ((10.0, 1000, 100), kept_by(0.010_000_1), 1.0, 0.1 + 1000 * 0.010_000_1, "TPOT"),
     ],
 )
 def test_by_a_profile(
     engines: int,
     load: tuple[float, int, int],
     slo: Slo,
-    prefill: float,
+    busy: float,
     decode: float,
     because: str,
 ) -> None:
-    """The same whether there are few engines or many: these have answers of 0.1 s."""
+    """The same whether there are few engines or many: these have answers of 0.1 s. `busy`: prefill
+    engines that work all the time.
+    """
     world = World([P] * engines + [D] * engines, slo=slo)
     world.load(*load, answer_s=0.1)
-    assert world.needed() == pytest.approx({"prefill": prefill, "decode": decode}, rel=0.03)
+    assert world.needed() == pytest.approx({"prefill": busy / BUSY, "decode": decode}, rel=0.03)
     assert world.because(D) == because
 
 
@@ -211,7 +213,7 @@ def test_prompts_have_as_many_tokens_as_engines_count() -> None:
             world.wanted.never_sent(lease)
             world.ledger.close(lease, Verdict.NEUTRAL, 200.0)
     world.load(10.0, 1000, 100, seconds=1.0)
-    assert world.needed()["prefill"] == pytest.approx(1.5 * 1.25, rel=0.03)
+    assert world.needed()["prefill"] == pytest.approx(1.5 / BUSY, rel=0.03)
 
 
 @pytest.mark.parametrize("role", [A, ANY, D])
@@ -224,7 +226,7 @@ def test_engines_that_serve_whole_need_both(role: Role) -> None:
 def test_engines_of_role_any_need_both() -> None:
     world = World([ANY] * 3, slo=kept_by(0.020))
     world.load(10.0, 1000, 100)
-    assert world.needed() == pytest.approx({"any": 1.25 + 0.1 * 2}, rel=0.03)
+    assert world.needed() == pytest.approx({"any": 1.0 / BUSY + 0.1 * 2}, rel=0.03)
 
 
 def test_a_placement_is_told_of_as_well() -> None:
@@ -246,7 +248,7 @@ def test_a_placement_is_told_of_as_well() -> None:
         assert found is not None
         for lease in found.leases:
             ledger.close(lease, Verdict.GOOD, number / 10 + 0.05, 100)
-    assert wanted.needed(100.0)[ANY].engines == pytest.approx(1.25, rel=0.1)
+    assert wanted.needed(100.0)[ANY].engines == pytest.approx(1.0 / BUSY, rel=0.1)
 
 
 def test_without_a_profile_what_engines_do_is_learned() -> None:
@@ -255,7 +257,7 @@ def test_without_a_profile_what_engines_do_is_learned() -> None:
     world.run(100.0)
     assert "prefill" not in world.needed()  # too few prompts
     world.load(10.0, 1000, 100, prefill_s=0.15, answer_s=8.0)
-    assert world.needed() == pytest.approx({"prefill": 1.5 / 0.8, "decode": 80 / 200}, rel=0.05)
+    assert world.needed() == pytest.approx({"prefill": 1.5 / BUSY, "decode": 80 / 200}, rel=0.05)
 
 
 def test_a_prompt_that_waits_at_an_engine_makes_it_no_slower() -> None:
@@ -290,7 +292,7 @@ def test_a_backlog_counts_and_goes() -> None:
     world = World([P, D])
     world.load(10.0, 1000, 100, prefill_s=0.3, seconds=300.0)
     late = 300 * 10 * 2 / 3
-    assert world.needed()["prefill"] == pytest.approx(1.25 + late * 0.1 / WAIT_S, rel=0.02)
+    assert world.needed()["prefill"] == pytest.approx(1.0 / BUSY + late * 0.1 / WAIT_S, rel=0.02)
     world.run(1200.0)
     assert world.needed()["prefill"] < 0.01
 
@@ -360,10 +362,10 @@ def test_without_traffic_the_demand_is_0_once_that_is_known() -> None:
 def test_a_demand_falls_smoothly_once_nothing_comes_any_more() -> None:
     world, found = World([P, D]), []
     world.load(10.0, 1000, 100)
-    for _ in range(60):
+    for _ in range(90):
         world.run(world.now + 15.0)
         found.append(world.needed())
-    for role, first in (("prefill", 1.25), ("decode", 0.15)):
+    for role, first in (("prefill", 1.0 / BUSY), ("decode", 0.15)):
         values = [one[role] for one in found]
         assert values[0] < first
         assert all(after <= before for before, after in pairwise(values))

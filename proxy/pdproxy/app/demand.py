@@ -26,7 +26,7 @@ DEMAND = gauge(
     "pdproxy_demand_replicas",
     "engines",
     "How many engines of a role the requests of this proxy need. The sum over all proxies is how "
-    "many there should be. Absent in the first minute, and as long as it is not known "
+    "many there should be. Absent in the first 90 s, and as long as it is not known "
     "(docs/guide/scaling.md)",
     Label("pool", text="the pool's name"),
     ROLE,

@@ -21,9 +21,9 @@ from pdproxy.scheduling.ledger_engine import DECODE, ENCODE, PREFILL, LedgerEngi
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.slo import NO_SLO, Slo
 
-MEMORY_S = 60.0
+MEMORY_S = 90.0
 """How long a request counts in the averages, and after which time they are shown."""
-BUSY = 0.8
+BUSY = 0.88
 """The part of the time in which an engine should prefill: prompts come unevenly, and wait beyond
 it.
 """
@@ -33,7 +33,7 @@ WAIT_S = 300.0
 """Within how many seconds the engines should have done the work that waits: those that are started
 for it serve only after some minutes.
 """
-TPOT_PART = 0.75
+TPOT_PART = 0.7
 """The part of what the SLO's TPOT leaves beyond the shortest step that the mean should take, so
 that nearly all requests keep the SLO.
 """
@@ -390,7 +390,8 @@ class WantedEngines:
 
     def needed(self, now: float, waiting: float = 0.0) -> Mapping[Role, Wanted]:
         """Return how many engines the load needs, by their role. A role is left out while that is
-        not known: in the first minute, and until enough was learned of engines without a profile.
+        not known: within `MEMORY_S` of the beginning, and until enough was learned of engines
+        without a profile.
 
         `waiting`: requests that wait for a place. They count for the role whose engines are full,
         and not if none are.
