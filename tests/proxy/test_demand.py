@@ -13,7 +13,7 @@ from pdproxy.app.engines import Profiles
 from pdproxy.cli.main import main
 from pdproxy.engine_model.profile import load
 from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, LedgerEngine, Role
-from pdproxy.scheduling.wanted_engines import EngineSize
+from pdproxy.scheduling.wanted_engines import BUSY, EngineSize
 from pdproxy.settings.engines import ConfiguredEngine, Facts
 from pdproxy.settings.pools import PoolPolicy, PoolSlo
 from pdproxy.settings.schema import Settings
@@ -90,11 +90,11 @@ async def test_two_workers_show_what_one_process_does(monkeypatch: pytest.Monkey
     one, two = await values(1, monkeypatch), await values(2, monkeypatch)
     assert two == [pytest.approx(part, rel=0.01) for part in one]
     first, _, last, later = one
-    assert first == {}  # no minute has passed
+    assert first == {}  # too little time has passed
     # per second, a fifth of a prompt of 7.6 ms
-    assert last["prefill"] == pytest.approx(0.2 * 0.0076 / 0.8, rel=0.05)
-    # 50 tokens with 35 us each and a pull of 2.3 ms, in three quarters of what 4.3 of 4.5 ms leave
-    assert last["decode"] == pytest.approx(0.2 * 0.0040 / (1 - 4.3 / 4.45), rel=0.05)
+    assert last["prefill"] == pytest.approx(0.2 * 0.0076 / BUSY, rel=0.05)
+    # 50 tokens with 35 us each and a pull of 2.3 ms, in 70 % of what 4.3 of 4.5 ms leave
+    assert last["decode"] == pytest.approx(0.2 * 0.0040 / (1 - 4.3 / 4.44), rel=0.05)
     assert later == {"prefill": 0.0, "decode": 0.0}
 
 
