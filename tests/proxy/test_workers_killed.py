@@ -172,8 +172,9 @@ async def test_a_killed_scheduler_breaks_nothing(tmp_path: Path) -> None:
                 ]
                 assert all(one.ended and one.body.endswith(answers.DONE) for one in done)
                 await until(lambda: not proxy.books.held(), PATIENCE)
-                assert await _load(proxy) == 0
                 async with asyncio.timeout(PATIENCE):
+                    while await _load(proxy):  # a client has the end before its request has ended
+                        await asyncio.sleep(0.02)
                     while await proxy.metric("pdproxy_scheduler") != 1 or await _leases(proxy) != (
                         0,
                         0,
