@@ -67,7 +67,12 @@ _ASSUMED, _BUSY = 12.0, 0.75
 """So many requests are assumed to have come before the first ones, at this part of the highest rate
 that the engines serve.
 """
-_MISSES, _HALVINGS = 0.5, 12
+_MISSES, _HALVINGS, _FEW = 0.5, 6, 4
+"""How that rate is found, in half a millisecond: so many of the requests miss the SLO at it, in how
+many halvings, and how many parts of the engines are tried for prefill.
+"""
+_OTHER = 0.3
+"""By which part a mean request must change for that rate to be found anew."""
 
 
 def expected_cost(
@@ -256,7 +261,7 @@ class KeptEngines:
         busy, and keep the SLO. Where few requests come, any number of engines does.
         """
         mean = (demand.alone_s, demand.output, float(everything), float(most))
-        if any(abs(one - old) > _CHANGED * old for one, old in zip(mean, self._mean, strict=True)):
+        if any(abs(one - old) > _OTHER * old for one, old in zip(mean, self._mean, strict=True)):
             self._mean = mean
             self._busy = _BUSY * self._capacity(demand, everything, prefill, most, times)
         requests = demand.requests + _ASSUMED
@@ -269,7 +274,7 @@ class KeptEngines:
         """Return the requests per second beyond which `_MISSES` of them miss the SLO, with the best
         number of engines.
         """
-        numbers = range(0, most + 1, -(-(most + 1) // _NUMBERS))
+        numbers = range(0, most + 1, -(-(most + 1) // _FEW))
         low, high = 0.0, everything / demand.alone_s
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
