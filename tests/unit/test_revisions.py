@@ -498,6 +498,16 @@ def built(
     None,
     False,
 )
+@example(  # one decode engine has no place, the other can't exchange KV
+    (
+        [("p0", "A"), ("a1", "B"), ("d2", "A"), ("d3", "A")],
+        {"a1": "breaker", "d2": "slow", "d3": "kv"},
+        set(),
+    ),
+    "least_load",
+    0,
+    True,
+)
 @settings(max_examples=300)
 @given(
     found=fleets(),
@@ -540,17 +550,28 @@ def _once(ledger: Ledger, ask: Ask, without: set[str], *, split: bool) -> list[L
     return [] if found is None else [lease.engine for lease in found.leases]
 
 
+_Engines = Callable[[Ledger, str | None, Role], list[LedgerEngine]]
+
+
 def _usable(ledger: Ledger, revision: str | None, role: Role) -> list[LedgerEngine]:
     return [
         n for n in ledger.engines if n.revision == revision and role in n.uses and n.usable(1.0)
     ]
 
 
-def _pairs(ledger: Ledger, revision: str | None) -> bool:
+def _chosen_from(ledger: Ledger, revision: str | None, role: Role) -> list[LedgerEngine]:
+    """The usable engines that have a place, or all of them: others of a role are looked at only if
+    none has one.
+    """
+    usable = _usable(ledger, revision, role)
+    return [n for n in usable if n.takes(1.0)] or usable
+
+
+def _pairs(ledger: Ledger, revision: str | None, engines: _Engines = _usable) -> bool:
     return any(
         p is not d and p.kv_not_ready is None and d.kv_not_ready is None
-        for p in _usable(ledger, revision, Role.PREFILL)
-        for d in _usable(ledger, revision, Role.DECODE)
+        for p in engines(ledger, revision, Role.PREFILL)
+        for d in engines(ledger, revision, Role.DECODE)
     )
 
 
@@ -565,7 +586,7 @@ def _is_complete(ledger: Ledger, revision: str | None) -> bool:
 def _can(ledger: Ledger, revisions: set[str | None], *, split: bool, spares: bool) -> bool:
     """Whether a complete revision can serve a request of this kind."""
     return any(
-        (split and _pairs(ledger, one))
+        (split and _pairs(ledger, one, _chosen_from))
         or _usable(ledger, one, Role.AGGREGATED)
         or (not spares and _usable(ledger, one, Role.DECODE))
         for one in revisions
