@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import IO
 
 from stage import free_ports
 
@@ -38,11 +39,16 @@ class Stage:
 
 
 @contextmanager
-def running(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command of pdproxy until the block ends."""
+def running(*arguments: str, log: IO[bytes] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command of pdproxy until the block ends. `log`: a file for what it writes to its error
+    stream, None: ours.
+    """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen(
-        [sys.executable, "-m", "pdproxy", *arguments], stdout=subprocess.DEVNULL, env=environment
+        [sys.executable, "-m", "pdproxy", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=log,
+        env=environment,
     )
     try:
         yield process

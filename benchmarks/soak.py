@@ -1,15 +1,22 @@
 """Many clients for a long time before engines that fail at random: whether the proxy's memory, open
-files and tasks stay flat.
+files, tasks, metrics and log stay flat.
 
 Usage: soak.py [--seconds 1200] [--clients 64] [--pause 1.0] [--seed 1] [--every SECONDS] [--plot
-FILE] [--out FILE]
+FILE] [--out FILE] [--pairs 2] [--workers 1] [--keys 0] [--adapters 0] [--real]
 
-`pdproxy serve` and two prefill and two decode simulated engines run as processes. Each client asks,
-reads and judges its answer to the token, waits `--pause` seconds on average, and asks again; some
-leave in the middle. Answers break at random, and engines are killed, restarted, terminated,
+`pdproxy serve` and pairs of prefill and decode simulated engines run as processes. Each client
+asks, reads and judges its answer to the token, waits `--pause` seconds on average, and asks again;
+some leave in the middle. Answers break at random, and engines are killed, restarted, terminated,
 stopped, or lose their core, one every ten seconds or so. An engine that a broken answer leaves
-without its core is started again, as its supervisor would. Every `--every` seconds the proxy's
-resident memory and open files are read from /proc, and its tasks from its metrics.
+without its core is started again, as its supervisor would. Engines leave the settings and join
+again. With `--workers` one of them is killed every two minutes or so; with `--keys` each request
+has another client's key, and a tenth of the keys change with the settings; with `--adapters` each
+request names another adapter; with `--real` a pair of real vLLM engines serves a fourth of the
+requests, and is killed, ended and stopped, too.
+
+Every `--every` seconds the proxy's resident memory and open files are read from /proc, its tasks
+and the number of its metrics' series from its metrics, and how much its log has grown. Of several
+processes those count that live from the first sample to the last.
 
 Prints what each measure was at the start, in the middle and at the end (means of tenths), and how
 much it has grown by its slope once a fifth of the time is over; then what is held without any
@@ -29,30 +36,22 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from math import inf, sqrt
 from pathlib import Path
 from statistics import fmean, linear_regression
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import simulated
 import soak_faults
 from pdproxy_lab.bench import figure
 from pdproxy_lab.bench.errors import BenchError
-from stage import PAGE_KB, free_ports, machine, raise_files
+from soak_stage import MODEL, REAL, Size, Stage, stage
+from stage import PAGE_KB, machine, raise_files, tree
 from tests.chaos.answers import Answer, MalformedError, Told, read_answer, told
 from tests.chaos.oracle import Body, bodies
 
-MODEL = "tiny"
-SETTINGS = """\
-deadlines: {connect: 1, prefill: 5, first_token: 5, between_tokens: 3, continuation: 5, abandoned_prefill: 3, release: 3,
-  total: 120}
-probes: {interval: 1, scrape_interval: 4}
-health: {stalled_after: 4, canary_timeout: 1}
-"""  # noqa: E501
 LEAVES = 0.1
 """The share of requests whose client leaves."""
 PATIENCE = 180.0
@@ -61,7 +60,15 @@ QUIET = 20.0
 """Seconds without clients until what is left is read: idle connections are closed after 5 s."""
 WARM = 0.2
 """The part of the time that is left out: caches fill."""
-MEASURES = {"memory": ("MB", 4.0), "files": ("open files", 16.0), "tasks": ("tasks", 16.0)}
+ON_REAL = 0.25
+"""The share of requests to real engines, where there are some."""
+MEASURES = {
+    "memory": ("MB", 4.0),
+    "files": ("open files", 16.0),
+    "tasks": ("tasks", 16.0),
+    "series": ("series", 40.0),
+    "log": ("KB per sample", 8.0),
+}
 """Units, and by how much a measure may grow in any case: less is noise."""
 GROWTH = 0.05
 """The part of its mean by which a measure may grow in the time that counts."""
@@ -76,12 +83,17 @@ _TASKS = re.compile(r"^pdproxy_tasks (\S+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Sample:
-    """What was read at one time. `at`: seconds since the beginning; `memory` in MB."""
+    """What was read at one time. `at`: seconds since the beginning; `memory` in MB; `log`: KB since
+    the sample before. `processes`: memory and files of each, by its id.
+    """
 
     at: float
     memory: float
     files: float
     tasks: float
+    series: float = 0.0
+    log: float = 0.0
+    processes: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass
@@ -93,80 +105,14 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Stage:
-    """Where all listen. `admin`: by the role of an engine."""
-
-    pid: int
-    proxy: int
-    judge: int
-    admin: tuple[tuple[str, int], ...]
-
-
-@contextmanager
-def stage(seed: int) -> Iterator[Stage]:
-    """Run the engines, one that is only asked what is right, and the proxy, until the block
-    ends.
-    """
-    roles = ("prefill", "prefill", "decode", "decode")
-    proxy, judge, *rest = free_ports(2 + 2 * len(roles))
-    ports, admin = rest[: len(roles)], rest[len(roles) :]
-    usual = ("--model", MODEL, "--eos-every", "0", "--profile", "h200-8b")
-    with ExitStack() as stack:
-        file = Path(stack.enter_context(TemporaryDirectory())) / "pdproxy.yaml"
-        file.write_text(SETTINGS)
-        started: list[tuple[str, ...]] = [
-            ("sim", "--port", str(judge), "--connector", "none", *usual)
-        ]
-        for number, role in enumerate(roles):
-            own = (
-                "--port",
-                str(ports[number]),
-                "--admin-port",
-                str(admin[number]),
-                "--seed",
-                str(seed + number),
-            )
-            started.append(("sim", "--role", role, *own, *usual))
-        urls: list[str] = []
-        for role in dict.fromkeys(roles):
-            urls += (
-                f"--{role}",
-                *(
-                    f"127.0.0.1:{port}"
-                    for port, own in zip(ports, roles, strict=True)
-                    if own == role
-                ),
-            )
-        processes = [stack.enter_context(simulated.running(*arguments)) for arguments in started]
-        serve = (
-            "serve",
-            "--config",
-            str(file),
-            "--port",
-            str(proxy),
-            "--log-level",
-            "error",
-            *urls,
-        )
-        processes.append(stack.enter_context(simulated.running(*serve)))
-        simulated.wait(
-            [f"http://127.0.0.1:{judge}/health", f"http://127.0.0.1:{proxy}/ready"], processes
-        )
-        yield Stage(
-            processes[-1].pid,
-            proxy,
-            judge,
-            tuple(zip((role[0].upper() for role in roles), admin, strict=True)),
-        )
-
-
 # -- clients
 
 
-async def ask(port: int, body: Body, ident: str, leaves_after: float | None = None) -> Answer:
+async def ask(
+    port: int, body: Body, ident: str, leaves_after: float | None = None, key: str | None = None
+) -> Answer:
     """Return the answer to a request; as far as it came, for a client that leaves after some
-    seconds.
+    seconds. `key`: the client's.
 
     Raises:
         OSError, EOFError, TimeoutError: there is none, or it broke off.
@@ -174,8 +120,9 @@ async def ask(port: int, body: Body, ident: str, leaves_after: float | None = No
     """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answer = Answer()
+    headers = () if key is None else (b"authorization: Bearer %b" % key.encode(),)
     try:
-        writer.write(body.request(ident, keep=False))
+        writer.write(body.request(ident, keep=False, headers=headers))
         async with asyncio.timeout(PATIENCE if leaves_after is None else leaves_after):
             await read_answer(reader, answer)
     finally:
@@ -208,10 +155,12 @@ async def client(
     count = 0
     while time.monotonic() < end:
         count += 1
-        body = chance.choice(asked)
+        body = _with_adapter(chance.choice(asked), at.size, chance)
+        key = chance.choice(at.keys) if at.keys else None
         leaves = chance.uniform(0, 0.5) if chance.random() < LEAVES else None
         try:
-            how = end_of(await ask(at.proxy, body, f"soak-{number}-{count}", leaves), body.right)
+            answer = await ask(at.proxy, body, f"soak-{number}-{count}", leaves, key)
+            how = end_of(answer, body.right)
         except (OSError, EOFError, TimeoutError, MalformedError) as error:
             how = (
                 "left"
@@ -225,32 +174,72 @@ async def client(
         await asyncio.sleep(chance.expovariate(1 / pause))
 
 
+def _with_adapter(body: Body, size: Size, chance: random.Random) -> Body:
+    """Return a request that names any of the adapters, if its engines have some: their answers are
+    the model's.
+    """
+    if not size.adapters or body.fields["model"] != MODEL:
+        return body
+    fields = {**body.fields, "model": f"adapter-{chance.randrange(size.adapters)}"}
+    return Body(body.path, fields, body.right)
+
+
 # -- measures
 
 
-def sample(at: Stage, began: float) -> Sample:
-    """Read the proxy's measures."""
-    pages = int(Path(f"/proc/{at.pid}/statm").read_text().split()[1])
-    files = len(os.listdir(f"/proc/{at.pid}/fd"))
+def sample(at: Stage, began: float, logged: int = 0) -> Sample:
+    """Read the proxy's measures. `logged`: how large its log was at the sample before."""
+    processes = {}
+    for pid in tree(at.pid):
+        with suppress(OSError):  # it was killed
+            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            files = len(os.listdir(f"/proc/{pid}/fd"))
+            processes[pid] = pages * PAGE_KB / 1024, float(files)
     with urllib.request.urlopen(f"http://127.0.0.1:{at.proxy}/metrics", timeout=30) as answer:
         page = answer.read().decode()
     (tasks,) = _TASKS.findall(page)
-    return Sample(time.monotonic() - began, pages * PAGE_KB / 1024, files, float(tasks))
+    return Sample(
+        time.monotonic() - began,
+        *_sums(processes.values()),
+        float(tasks),
+        float(sum(not line.startswith("#") for line in page.splitlines())),
+        (at.log.stat().st_size - logged) / 1024,
+        processes,
+    )
+
+
+def _sums(processes: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    memory, files = zip(*processes, strict=True)
+    return sum(memory), sum(files)
+
+
+def lasting(samples: Sequence[Sample]) -> list[Sample]:
+    """Return samples with the memory and the files of the processes that are in all of them."""
+    pids = set.intersection(*(set(one.processes) for one in samples))
+    if not pids:
+        return [*samples]
+    found = []
+    for one in samples:
+        memory, files = _sums(one.processes[pid] for pid in pids)
+        found.append(replace(one, memory=memory, files=files))
+    return found
 
 
 async def sampled(at: Stage, began: float, end: float, every: float) -> list[Sample]:
     """Read the measures at intervals, and print them."""
-    found = []
+    found: list[Sample] = []
+    logged = at.log.stat().st_size
     while (now := time.monotonic()) < end:
-        one = await asyncio.to_thread(sample, at, began)
+        one = await asyncio.to_thread(sample, at, began, logged)
+        logged += int(one.log * 1024)
         found.append(one)
         print(
             f"{one.at:7.0f} s: {one.memory:7.1f} MB, {one.files:4.0f} files, {one.tasks:4.0f} "
-            f"tasks",
+            f"tasks, {one.series:5.0f} series, {one.log:5.0f} KB logged",
             flush=True,
         )
         await asyncio.sleep(max(0.0, min(now + every, end) - time.monotonic()))
-    return found
+    return lasting(found)
 
 
 @dataclass(frozen=True)
@@ -342,8 +331,11 @@ def _drawn(samples: Sequence[Sample], lines: Sequence[str]) -> Any:
     ]
     made = figure.figure("pdproxy before engines that fail", ", ".join(ends), (10, 8))
     minutes = [one.at / 60 for one in samples]
-    rows = figure.panels(made, len(MEASURES), 1)
-    for axes, one in zip(rows, verdicts(samples), strict=True):
+    shown = [  # earlier runs have fewer measures
+        one for one in verdicts(samples) if any(getattr(sample, one.name) for sample in samples)
+    ]
+    rows = figure.panels(made, len(shown), 1)
+    for axes, one in zip(rows, shown, strict=True):
         values = [getattr(sample, one.name) for sample in samples]
         growth = f"growth {one.growth:+.1f}, at most {one.allowed:.1f}"
         figure.describe(axes, f"{one.name}, {growth}", "flat")
@@ -371,6 +363,13 @@ async def measured(
     asked, tally = bodies(options.seed, MODEL), Tally()
     for number, body in enumerate(asked):
         body.right = told(await ask(at.judge, body, f"judge-{number}"))
+    if at.real is not None:
+        served = bodies(options.seed, REAL)
+        for number, body in enumerate(served):
+            answer = await ask(at.real.engines["decode"].port, body, f"judge-real-{number}")
+            body.right = told(answer)
+        asked *= round(1 / ON_REAL) - 1
+        asked += served
     before = sample(at, time.monotonic())
     await asyncio.to_thread(soak_faults.arm, at.admin)
     began = time.monotonic()
@@ -380,10 +379,19 @@ async def measured(
         samples = group.create_task(sampled(at, began, end, options.every))
         group.create_task(soak_faults.misfortunes(at.admin, end, chance, tally.faults))
         group.create_task(soak_faults.supervised(at.admin, end, tally.faults))
+        group.create_task(soak_faults.adapters_loaded(at, end))
+        for course in (
+            soak_faults.changes,
+            soak_faults.workers_killed,
+            soak_faults.real_engines,
+        ):
+            group.create_task(course(at, end, random.Random(options.seed), tally.faults))
         for number in range(options.clients):
             group.create_task(client(number, at, asked, end, options.pause, tally))
     for _, port in at.admin:
         await asyncio.to_thread(soak_faults.post, port, "restart")
+    if at.real is not None:
+        await asyncio.to_thread(at.real.wait)
     await asyncio.sleep(QUIET)
     return samples.result(), tally, before, await asyncio.to_thread(sample, at, began)
 
@@ -415,6 +423,11 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--every", type=float, help="seconds between samples (default: 10, in short runs fewer)"
     )
+    parser.add_argument("--pairs", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--keys", type=int, default=0)
+    parser.add_argument("--adapters", type=int, default=0)
+    parser.add_argument("--real", action="store_true", help="a pair of real engines, too")
     parser.add_argument("--plot", type=Path)
     parser.add_argument(
         "--redraw", type=Path, metavar="FILE", help="draw a file of --out, and run nothing"
@@ -429,9 +442,13 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
         options.every = min(10.0, options.seconds / (2 * SAMPLES))
     if (
         not all(0 < value < inf for value in (options.seconds, options.every, options.pause))
-        or options.clients < 1
+        or min(options.clients, options.pairs, options.workers) < 1
     ):
-        parser.error("--seconds, --every, --pause and --clients: expected numbers above 0")
+        parser.error(
+            "--seconds, --every, --pause, --clients, --pairs, --workers: expected numbers above 0"
+        )
+    if min(options.keys, options.adapters) < 0:
+        parser.error("--keys and --adapters: expected 0 or more")
     if options.seconds < SAMPLES * options.every:
         parser.error(
             f"--every {options.every:g}: {options.seconds:g} s have fewer than {SAMPLES} samples"
@@ -454,7 +471,8 @@ def main() -> int:
         plot([Sample(**one) for one in known["samples"]], known["result"], options.plot)
         return 0
     raise_files()
-    with stage(options.seed) as at:
+    size = Size(options.pairs, options.workers, options.keys, options.adapters, options.real)
+    with stage(options.seed, size) as at:
         samples, tally, before, after = asyncio.run(measured(options, at))
     if len(samples) < SAMPLES:
         tally.wrong.insert(0, f"only {len(samples)} samples: too few to judge")
@@ -464,7 +482,10 @@ def main() -> int:
     if options.plot is not None and found:
         plot(samples, lines, options.plot)
     if options.out is not None:
-        rows: list[dict[str, Any]] = [vars(one) for one in samples]
+        rows: list[dict[str, Any]] = [
+            {name: value for name, value in vars(one).items() if name != "processes"}
+            for one in samples
+        ]
         options.out.write_text(
             json.dumps({"machine": machine(), "result": lines, "samples": rows}, indent=1) + "\n"
         )

@@ -1,15 +1,21 @@
-"""What goes wrong in a soak: answers break, and engines fail and come back. `soak.py` runs it."""
+"""What goes wrong and what changes in a soak: answers break, engines fail and come back, leave the
+settings and join again, and workers are killed. `soak.py` runs it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
+import os
 import random
+import signal
 import time
 import urllib.request
 from collections import Counter
 
+from soak_stage import Stage, load_adapters
 from tests.chaos.schedule import ANSWERS
 
 Admin = tuple[tuple[str, int], ...]
@@ -24,6 +30,10 @@ DEAD = 5.0
 """Seconds that an engine is without its core until its supervisor has started it again."""
 LOOK = 1.0
 """Seconds between two looks of the supervisor."""
+CHANGES = (10.0, 30.0)
+"""Seconds between two changes of the settings, and for which an engine is not in them."""
+KILLS = (60.0, 180.0)
+"""Seconds between two workers that are killed, and between two faults of real engines."""
 
 
 def post(port: int, path: str, content: bytes = b"") -> None:
@@ -60,11 +70,64 @@ async def misfortunes(
                 await asyncio.to_thread(post, port, back)
 
 
+async def changes(at: Stage, end: float, chance: random.Random, done: Counter[str]) -> None:
+    """Take engines out of the settings and put them back, with other keys each time: never all of a
+    role.
+    """
+    while time.monotonic() < end:
+        await asyncio.sleep(chance.uniform(*CHANGES))
+        number = chance.randrange(len(at.ports))
+        done["an engine leaves the settings"] += 1
+        await asyncio.to_thread(at.reload, (at.ports[number],))
+        await asyncio.sleep(chance.uniform(*CHANGES))
+        await asyncio.to_thread(at.reload)
+    at.reload()
+
+
+async def workers_killed(at: Stage, end: float, chance: random.Random, done: Counter[str]) -> None:
+    """Kill the youngest worker from time to time: the others live on, and are measured."""
+    while time.monotonic() < end - KILLS[0]:
+        await asyncio.sleep(chance.uniform(*KILLS))
+        if len(workers := at.workers()) > 1:
+            done["a worker is killed"] += 1
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(max(workers), signal.SIGKILL)
+
+
+async def real_engines(at: Stage, end: float, chance: random.Random, done: Counter[str]) -> None:
+    """Let a real engine fail from time to time, and come back."""
+    if (pair := at.real) is None:
+        return
+    while time.monotonic() < end - KILLS[1]:
+        await asyncio.sleep(chance.uniform(*KILLS))
+        role, what = chance.choice(("prefill", "decode")), chance.choice(("kill", "end", "freeze"))
+        done[f"a real {role} engine: {what}"] += 1
+        engine = pair.engines[role]
+        engine.signal(
+            {"kill": signal.SIGKILL, "end": signal.SIGTERM, "freeze": signal.SIGSTOP}[what]
+        )
+        await asyncio.sleep(chance.uniform(0.5, 8.0))
+        if what == "freeze":
+            engine.signal(signal.SIGCONT)
+        else:
+            await asyncio.to_thread(pair.start, role)
+
+
 def is_dead(port: int) -> bool:
     """Return whether an engine runs without its core."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/state", timeout=10) as answer:
         state = json.load(answer)
     return bool(state["dead"]) and state["life"] == "up"
+
+
+async def adapters_loaded(at: Stage, end: float) -> None:
+    """Load the adapters again that engines have lost by a start."""
+    while at.size.adapters and time.monotonic() < end:
+        for port in at.ports:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                if await asyncio.to_thread(load_adapters, port, 1):
+                    await asyncio.to_thread(load_adapters, port, at.size.adapters)
+        await asyncio.sleep(LOOK)
 
 
 async def supervised(admin: Admin, end: float, faults: Counter[str]) -> None:

@@ -63,6 +63,18 @@ def test_a_slope_that_may_be_chance_is_no_growth() -> None:
     assert soak.trend([0.0, 1.0, 2.0], [5.0, 6.0, 7.0]) == pytest.approx((1.0, 0.0))
 
 
+def test_processes_that_end_or_begin_meanwhile_do_not_count() -> None:
+    one, two, three = (9.0, 1.0), (5.0, 2.0), (7.0, 3.0)
+    found = soak.lasting(
+        [
+            soak.Sample(0.0, 14.0, 3.0, 9.0, processes={1: one, 2: two}),
+            soak.Sample(1.0, 16.0, 4.0, 9.0, processes={1: one, 3: three}),
+        ]
+    )
+    assert [(sample.memory, sample.files) for sample in found] == [one, one]
+    assert soak.lasting([soak.Sample(0.0, 4.0, 3.0, 9.0)])[0].memory == 4.0
+
+
 def test_what_is_left_is_said() -> None:
     before = soak.Sample(0.0, 70.0, 18.0, 10.0)
     assert soak.left(before, soak.Sample(9.0, 90.0, 22.0, 12.0)) == []
