@@ -66,7 +66,7 @@ MEASURES = {
     "memory": ("MB", 4.0),
     "files": ("open files", 16.0),
     "tasks": ("tasks", 16.0),
-    "series": ("series", 40.0),
+    "series": ("series", 20.0),
     "log": ("KB per sample", 8.0),
 }
 """Units, and by how much a measure may grow in any case: less is noise."""

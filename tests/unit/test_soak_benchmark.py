@@ -14,11 +14,12 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import soak
+import soak_stage
 from pdproxy_lab.bench import figure
 from tests.chaos.answers import Answer, Told
 from tests.chaos.oracle import Body
 
-STEADY = {"memory": 80.0, "files": 60.0, "tasks": 90.0}
+STEADY = {"memory": 80.0, "files": 60.0, "tasks": 90.0, "series": 100.0}
 
 
 def samples(**slopes: float) -> list[soak.Sample]:
@@ -26,7 +27,10 @@ def samples(**slopes: float) -> list[soak.Sample]:
     return [
         soak.Sample(
             at=10.0 * number,
-            **{name: value + slopes.get(name, 0.0) * number / 99 for name, value in STEADY.items()},
+            memory=STEADY["memory"] + slopes.get("memory", 0.0) * number / 99,
+            files=STEADY["files"] + slopes.get("files", 0.0) * number / 99,
+            tasks=STEADY["tasks"] + slopes.get("tasks", 0.0) * number / 99,
+            series=STEADY["series"] + slopes.get("series", 0.0) * number / 99,
         )
         for number in range(100)
     ]
@@ -152,7 +156,7 @@ async def test_clients_count_each_request_once() -> None:
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    at = soak.Stage(0, server.sockets[0].getsockname()[1], 0, ())
+    at = soak_stage.Stage(0, server.sockets[0].getsockname()[1], 0, ())
     body = Body("/v1/completions", {"prompt": "x"}, Told({0: "abc"}, {0: "length"}))
     tally = soak.Tally()
     end = time.monotonic() + 0.5
