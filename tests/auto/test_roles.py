@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -138,3 +139,32 @@ def first_kept(old: int) -> float:
 def test_an_old_correction_counts_the_same_at_each_engine() -> None:
     times = [first_kept(old) for old in range(4)]
     assert len(set(times)) == 1
+
+
+def test_roles_are_reviewed_often_behind_a_start_and_behind_a_step_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reviews: list[float] = []
+    review = KeptEngines.review
+
+    def noted(self: KeptEngines, now: float, *rest: Any) -> None:
+        reviews.append(now)
+        review(self, now, *rest)
+
+    monkeypatch.setattr(KeptEngines, "review", noted)
+    made = ledger(auto(), [Role.ANY] * 4)
+    now = 0.0
+    while now < 60.0:
+        now += 1.0 / (10.0 if now < 30.0 else 40.0)
+        placed = made.place(ask(now, tokens=500), split=True)
+        assert placed is not None
+        for lease in placed.leases:
+            made.close(lease, Verdict.GOOD, now, 10)
+
+    def count(begin: float, end: float) -> int:
+        return sum(begin <= at < end for at in reviews)
+
+    assert count(0.0, 4.0) >= 12, "behind a start"
+    assert count(20.0, 30.0) <= 12, "a load that stays"
+    assert count(31.0, 34.0) >= 8, "behind a step"
+    assert count(50.0, 60.0) <= 12

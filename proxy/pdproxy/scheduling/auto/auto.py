@@ -18,7 +18,7 @@ from pdproxy.scheduling.auto.correction import Error
 from pdproxy.scheduling.auto.costs import Costs, Look
 from pdproxy.scheduling.auto.demand import Demand, DemandMeter
 from pdproxy.scheduling.auto.loads import PredictedLeg, PredictedLoad
-from pdproxy.scheduling.auto.roles import REVIEW_S, KeptEngines, typical
+from pdproxy.scheduling.auto.roles import REVIEW_S, SETTLED_S, KeptEngines, typical
 from pdproxy.scheduling.auto.times import WorkTimes
 from pdproxy.scheduling.auto.view import EnginesView, Group, models_of
 from pdproxy.scheduling.auto.weights import WEIGHTS, Weights
@@ -58,11 +58,13 @@ class _Group:
     are kept for prefill.
     """
 
-    __slots__ = ("kept", "meter", "most_free", "reviewed")
+    __slots__ = ("kept", "meter", "most_free", "reviewed", "settled_until")
 
     def __init__(self, slo: Slo, weights: Weights) -> None:
         self.meter, self.kept = DemandMeter(steps=True), KeptEngines(slo, weights)
         self.reviewed = -math.inf
+        self.settled_until = -math.inf
+        """Until then which engines are kept is not computed anew, unless the load has a step."""
         self.most_free = 0
         """The most engines of role `any` that a request could choose from: others exclude some."""
 
@@ -280,14 +282,20 @@ class Auto(Placement):
         if len(view.free) < group.most_free:
             return
         group.most_free = len(view.free)
+        settled = group.meter.settled(now)
+        if settled and now < group.settled_until:
+            group.reviewed = now
+            return
         times = typical(view.free)
         demand = self._of_all(group.meter.demand(now, times))
         if demand is None:
             return
-        group.reviewed = now
+        group.reviewed, changes = now, group.kept.changes
         group.kept.review(
             now, view.free, demand, times, len(view.fixed_prefill), len(view.all) - len(view.free)
         )
+        if settled and group.kept.changes == changes:
+            group.settled_until = now + SETTLED_S
 
     def _of_all(self, demand: Demand | None) -> Demand | None:
         """Return what all requests ask of the engines. `demand`: what those that were placed here

@@ -15,6 +15,8 @@ _KNOWN_S = 0.5
 """Seconds from which a rate is known."""
 _PART = 0.25
 """The part of its memory for which an average takes what came as one sum."""
+_SETTLED = 0.8
+"""The part of its memory that an average knows: 1.6 times the memory behind a start or a step."""
 _STEP = math.log(2.0)
 """Of twice and half the rate it is tested whether they are likelier than the rate."""
 _CERTAIN = 4.5
@@ -165,6 +167,15 @@ class DemandMeter:
                     break
         self._count = self._tokens = self._new = 0
         self._pairs = self._squares = self._outputs = 0.0
+
+    def settled(self, now: float) -> bool:
+        """Return whether the average has most of its memory: not behind a start, nor behind a step
+        of the load.
+        """
+        if not self._begun:
+            return False
+        self._turn(now)
+        return self._seconds > _SETTLED * self._memory_s
 
     def mean(self, now: float) -> MeanRequest | None:
         """Return the mean request, None if there was none lately."""

@@ -20,8 +20,8 @@ from pdproxy.scheduling.auto.times import WorkTimes
 from pdproxy.scheduling.auto.weights import Weights
 from pdproxy.scheduling.slo import Slo
 
-REVIEW_S = 0.25
-"""Seconds between two changes."""
+REVIEW_S, SETTLED_S = 0.25, 1.0
+"""Seconds between two reviews: behind a start, a step of the load or a change, and else."""
 _BETTER = 0.06
 """By how much less a number must cost, in parts of the requests that miss the SLO."""
 _SLIGHTLY, _PATIENCE_S = 0.005, 8.0
