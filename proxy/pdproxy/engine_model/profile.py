@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from pdproxy.engine_model.fitted import Fitted
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.kit.regular_file import UnusableFileError, read_regular
 
@@ -69,6 +70,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     origin: Origin
     engine: EngineLimits = EngineLimits()
     hardware: Hardware
+    fitted: Fitted | None = None
+    """What it was fitted to. None: the profile does not say."""
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""
