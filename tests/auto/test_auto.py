@@ -214,13 +214,8 @@ def test_an_answer_that_comes_as_a_whole_says_nothing_of_prefill_and_decodes_in_
         of.began(assignment.leases[0], at + 6.0)
         of.close(assignment.leases[0], Verdict.GOOD, at + 20.0, 500)
         assert (load.expected, load.decoding, load.pending_s) == (0, 0, 0.0)
-    assert (
-        load.prefill.count
-        == load.step.count
-        == placement.ttft_error.count
-        == placement.tpot_error.count
-        == 0
-    )
+    assert load.prefill.count == load.step.count == 0
+    assert set(placement.state().errors.values()) == {(0.0, 0.0)}
     assert placement.outputs.expected(4000) == pytest.approx(500, rel=0.05)
 
 
@@ -237,7 +232,7 @@ def test_generic_times_are_corrected_by_what_legs_take() -> None:
     (load,) = placement._loads.values()
     assert load.times.prefill_factor == pytest.approx(0.25, rel=0.1)
     assert load.times.step_factor == pytest.approx(0.004 / 0.005, rel=0.1)
-    assert placement.ttft_error.size < 0.2
+    assert placement.state().errors["ttft", "whole"][1] < 0.2
 
 
 def test_excluded_engines_are_not_chosen_and_are_no_new_engines() -> None:

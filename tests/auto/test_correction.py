@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.scheduling.auto.correction import Error, Factor
+from pdproxy.scheduling.auto.correction import Error, Factor, Handoffs
 from pdproxy.scheduling.outputs import Outputs
 from pdproxy.wire.request import Parsed, limit_of
 from pdproxy.wire.route import Route
@@ -55,14 +55,42 @@ def test_a_factor_stays_within_bounds(samples: list[tuple[float, float]]) -> Non
     assert 1 / 21 <= factor.value <= 21
 
 
+def test_handoffs_of_each_length_have_a_ratio_that_is_found_at_once() -> None:
+    handoffs = Handoffs()
+    ratios = {900: 1.5, 4000: 0.8, 12_000: 2.0, 100_000: 1.0}
+    for number in range(20):
+        for tokens, ratio in ratios.items():
+            noisy = ratio * (1.1 if number % 2 else 0.9)
+            handoffs.by_bits[tokens.bit_length()].add(10.0, 0.05 * noisy, 0.05)
+    for tokens, ratio in ratios.items():
+        assert handoffs.by_bits[tokens.bit_length()].ratio == pytest.approx(ratio, rel=0.05)
+    assert handoffs.by_bits[64] is handoffs.by_bits[17]
+
+
+def test_a_ratio_of_handoffs_is_forgotten_while_none_is_measured() -> None:
+    """A handoff behind a long line of others says nothing of later ones, and none would show it."""
+    handoffs = Handoffs()
+    one = handoffs.by_bits[12]
+    for _ in range(50):
+        one.add(100.0, 5.0, 0.05)
+    late = one.ratio
+    assert late > 10
+    handoffs.forget(105.0, 5.0)
+    assert one.ratio == late
+    for now in range(120, 420, 5):
+        handoffs.forget(float(now), 5.0)
+    assert one.ratio == pytest.approx(1.0, abs=0.05)
+
+
 def test_an_error_has_a_direction_and_a_size() -> None:
     error = Error()
     for number in range(500):
         error.add(1.5 if number % 2 else 0.7, 1.0)
     assert error.bias == pytest.approx(0.1, abs=0.05)
     assert error.size == pytest.approx(0.4, abs=0.05)
+    before = error.both
     error.add(1.0, 0.0)
-    assert error.count == 500
+    assert error.both == before
 
 
 def test_answers_are_as_long_as_those_to_such_prompts_but_not_longer_than_the_request_says() -> (

@@ -10,7 +10,10 @@ from itertools import pairwise
 import msgspec
 import pytest
 
+from pdproxy.scheduling.auto.correction import Handoffs
 from pdproxy.scheduling.auto.demand import DemandMeter
+from pdproxy.scheduling.auto.times import WorkTimes
+from tests.auto.fleets import H200
 
 
 def come(meter: DemandMeter, begin: float, rate: float, seconds: float) -> float:
@@ -97,3 +100,16 @@ def test_many_requests_at_once_are_as_good_as_one_after_the_other() -> None:
     assert found is not None
     assert wanted is not None
     assert msgspec.structs.asdict(found) == pytest.approx(msgspec.structs.asdict(wanted), rel=0.02)
+
+
+def test_what_was_measured_of_handoffs_is_part_of_the_demand() -> None:
+    meter, handoffs, times = DemandMeter(), Handoffs(), WorkTimes(H200, 2048)
+    end = come(meter, 0.0, 6.0, 3.0)
+    plain = meter.demand(end, times, handoffs)
+    for _ in range(20):
+        handoffs.by_bits[(1000).bit_length()].add(end, 0.1, 0.05)
+    late = meter.demand(end, times, handoffs)
+    assert plain is not None
+    assert late is not None
+    assert late.moves_s == pytest.approx(2 * plain.moves_s)
+    assert msgspec.structs.replace(late, moves_s=plain.moves_s) == plain

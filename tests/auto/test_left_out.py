@@ -63,7 +63,7 @@ class Thorough(Auto):
         for prefill in prefills:
             for decode in view.worth_decode():
                 if prefill is not decode and candidates.compatible(prefill.engine, decode.engine):
-                    found.append(costs.split(look(prefill), look(decode), tokens)[0])
+                    found.append(costs.split(look(prefill), look(decode), tokens, 1.0)[0])
         choice = super()._least(costs, now, tokens, output, known, view, candidates, share)
         if found:
             assert choice is not None

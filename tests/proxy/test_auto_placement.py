@@ -111,8 +111,8 @@ async def test_streams_show_how_wrong_its_times_are() -> None:
         await w.quiet()
         (load,) = auto_of(w)._loads.values()
         assert load.prefill.known
-        assert w.metric("pdproxy_prediction_error_ratio", of="ttft", kind="mean") < 0
-        assert w.metric("pdproxy_prediction_error_ratio", of="ttft", kind="size") > 0
+        assert w.metric("pdproxy_prediction_error_ratio", of="ttft", way="whole", kind="mean") < 0
+        assert w.metric("pdproxy_prediction_error_ratio", of="ttft", way="whole", kind="size") > 0
         assert (
             w.metric("pdproxy_time_correction_ratio", node=load.url, work="prefill")
             == load.times.prefill_factor

@@ -108,6 +108,7 @@ PREDICTION_ERRORS = gauge(
     "How wrong the placement's predictions of the last requests were: (measured - predicted) / "
     "predicted",
     Label("of", (("ttft", "the first token"), ("tpot", "the mean time per token after it"))),
+    Label("way", (("whole", "one engine served them"), ("split", "two engines shared the work"))),
     Label("kind", (("mean", "below 0: it came earlier"), ("size", "the mean size, either way"))),
     workers=MergeRule.MOST,
     pools=MergeRule.MOST,
@@ -182,8 +183,8 @@ def show_placement(observers: Observers, placement: Placement) -> None:
     def errors() -> Samples:
         found = state().errors
         return [
-            ((of, kind), value)
-            for of, both in found.items()
+            ((of, way, kind), value)
+            for (of, way), both in found.items()
             for kind, value in zip(("mean", "size"), both, strict=True)
         ]
 

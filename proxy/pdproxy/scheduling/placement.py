@@ -71,13 +71,14 @@ class Placed(msgspec.Struct, frozen=True):
 class PlacementState:
     """How well a placement predicts, and what it has decided for longer than a request.
 
-    `errors`: by `ttft` and `tpot`: the mean of (measured - predicted) / predicted lately, and of
-    its size. `corrections`: by an engine's URL and `prefill` or `step`: what its predicted times
-    are multiplied by. `kept`: engines that are kept for prefill. `late`: by URL, how many times as
-    long as predicted prompts take at an engine where enough were measured.
+    `errors`: by `ttft` and `tpot`, and by `whole` and `split`: the mean of (measured - predicted) /
+    predicted lately, and of its size. `corrections`: by an engine's URL and `prefill` or `step`:
+    what its predicted times are multiplied by. `kept`: engines that are kept for prefill. `late`:
+    by URL, how many times as long as predicted prompts take at an engine where enough were
+    measured.
     """
 
-    errors: Mapping[str, tuple[float, float]]
+    errors: Mapping[tuple[str, str], tuple[float, float]]
     corrections: Mapping[tuple[str, str], float]
     kept: int
     late: Mapping[str, float] = field(default_factory=dict)

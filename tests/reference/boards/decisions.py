@@ -66,7 +66,7 @@ PLACEMENT = [
         "How wrong predictions were",
         "(measured - predicted) / predicted, of the last requests. mean below 0: answers came "
         "earlier. size: the mean size, either way.",
-        [(OF.now(PREDICTION_ERRORS).max("of", "kind"), "{of} {kind}")],
+        [(OF.now(PREDICTION_ERRORS).max("of", "way", "kind"), "{of} {way} {kind}")],
         needs=f"{_AUTO}, and answers that were measured",
     ),
     Panel(

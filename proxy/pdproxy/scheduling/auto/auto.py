@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.scheduling.auto.correction import Error
+from pdproxy.scheduling.auto.correction import Error, Handoff, Handoffs
 from pdproxy.scheduling.auto.costs import Costs, Look
 from pdproxy.scheduling.auto.demand import Demand, DemandMeter
 from pdproxy.scheduling.auto.loads import PredictedLeg, PredictedLoad
@@ -31,10 +31,14 @@ from pdproxy.scheduling.slo import Slo
 
 _BYTES_PER_TOKEN = 4
 _MAX_VIEWS = 64
+_LOOK_BACK = 64
+"""Decisions."""
 _MAX_SLOS = 64
 """Clients can name any."""
 _NOTHING: Mapping[str, int] = {}
 _NO_LEG = (None, None)
+_UNKNOWN = Handoff()
+"""Where no prompt can be split."""
 
 
 class _Choice:
@@ -42,7 +46,11 @@ class _Choice:
     where it is not split.
     """
 
-    __slots__ = ("cost", "decode", "output", "prefill", "tpot_s", "ttft_s")
+    __slots__ = ("cost", "decode", "handoff", "leg", "output", "prefill", "tpot_s", "ttft_s")
+    handoff: Handoff
+    """Of a split: that of its prompt's length."""
+    leg: PredictedLeg | None
+    """Of a split: its prefill's, once that was opened."""
 
     def __init__(
         self, cost: float, prefill: Look, decode: Look | None, ttft_s: float, tpot_s: float
@@ -110,7 +118,10 @@ class Auto(Placement):
         self._number = 0
         """Of decisions."""
         self.outputs = Outputs()
-        self.ttft_error, self.tpot_error = Error(), Error()
+        self._handoffs = Handoffs()
+        self._whole_ttft, self._whole_tpot = Error(), Error()
+        self._split_ttft, self._split_tpot = Error(), Error()
+        self._looked_back = 0.0
         self.splits = 0
         """Requests that were split."""
 
@@ -158,6 +169,8 @@ class Auto(Placement):
     def place(self, ask: Ask, candidates: Candidates) -> Placed | None:
         """See `Placement`."""
         now, view = ask.now, self._view(candidates)
+        if not self._number % _LOOK_BACK:
+            self._look_back(now)
         if not view.measured and (placed := self._as_least_load(view, candidates)) is not None:
             self._choice = None
             return placed
@@ -198,9 +211,10 @@ class Auto(Placement):
         kept engines work.
         """
         self._number = number = self._number + 1
+        looks = view.looks
 
         def look(load: PredictedLoad) -> Look:
-            found = view.look(load)
+            found = looks.get(load) or view.look(load)
             if found.number != number:
                 found.number = number
                 costs.look(
@@ -213,7 +227,9 @@ class Auto(Placement):
         decodes: list[Look] = []
         least = bound = math.inf
         first: tuple[float, float] | None = None
+        handoff = _UNKNOWN
         if prefills:
+            handoff = self._handoffs.by_bits[tokens.bit_length()]
             for load in view.worth_decode():
                 decode = look(load)
                 costs.answer(decode, now, tokens, output)
@@ -223,7 +239,7 @@ class Auto(Placement):
             if prefill is not decode and candidates.compatible(
                 prefill.load.engine, decode.load.engine
             ):
-                first = costs.split(prefill, decode, tokens)
+                first = costs.split(prefill, decode, tokens, handoff.ratio)
                 bound = first[0]  # what costs as much is not chosen
         best: Look | None = None
         best_decode: Look | None = None
@@ -251,7 +267,7 @@ class Auto(Placement):
                 if first is not None and prefill.load is prefills[0] and decode is decodes[0]:
                     cost, ttft = first
                 else:
-                    cost, ttft = costs.split(prefill, decode, tokens)
+                    cost, ttft = costs.split(prefill, decode, tokens, handoff.ratio)
                 if cost < least:
                     paired = candidates.compatible(prefill.load.engine, decode.load.engine)
                     if paired:
@@ -261,13 +277,17 @@ class Auto(Placement):
             for load, other in view.pairs(candidates.compatible):
                 prefill, decode = look(load), look(other)
                 costs.answer(decode, now, tokens, output)
-                cost, ttft = costs.split(prefill, decode, tokens)
+                cost, ttft = costs.split(prefill, decode, tokens, handoff.ratio)
                 if cost < least:
                     least, best, best_decode, best_ttft = cost, prefill, decode, ttft
                 break
         if best is None:
             return None
-        return _Choice(least, best, best_decode, best_ttft, (best_decode or best).tpot_s)
+        if best_decode is None:
+            return _Choice(least, best, None, best_ttft, best.tpot_s)
+        choice = _Choice(least, best, best_decode, best_ttft, best_decode.tpot_s)
+        choice.handoff, choice.leg = handoff, None
+        return choice
 
     def _costs_of(self, ask: Ask) -> Costs:
         slo = self.slo if ask.slo is None else ask.slo.over(self.slo)
@@ -287,7 +307,7 @@ class Auto(Placement):
             group.reviewed = now
             return
         times = typical(view.free)
-        demand = self._of_all(group.meter.demand(now, times))
+        demand = self._of_all(group.meter.demand(now, times, self._handoffs))
         if demand is None:
             return
         group.reviewed, changes = now, group.kept.changes
@@ -302,6 +322,11 @@ class Auto(Placement):
         ask.
         """
         return demand
+
+    def _look_back(self, now: float) -> None:
+        """Do what is to be done now and then, while requests come."""
+        self._handoffs.forget(now, now - self._looked_back)
+        self._looked_back = now
 
     def _as_least_load(self, view: EnginesView, candidates: Candidates) -> Placed | None:
         """Return the engines with the least load, None if enough was measured for predictions."""
@@ -348,6 +373,10 @@ class Auto(Placement):
         if role is Role.DECODE:
             longer = times.pull_s(tokens - look.cached if look is not None else tokens)
             leg = PredictedLeg(now, tokens, output, 0.0, 0.0, 0.0, longer)
+            if choice is not None and choice.leg is not None:
+                choice.leg.decode, leg.prefilled_at = leg, 0.0
+                leg.handoff = handoff = choice.handoff
+                leg.handoff_s = (choice.ttft_s - choice.prefill.first_s) / handoff.ratio
         else:
             if look is not None:
                 seconds, longer, steps = look.seconds, look.longer_s, look.steps
@@ -359,6 +388,8 @@ class Auto(Placement):
             leg = PredictedLeg(
                 now, tokens, output, seconds, seconds / times.prefill_factor, steps, 0.0
             )
+            if role is Role.PREFILL and choice is not None:
+                choice.leg = leg
         answers = role is not Role.PREFILL
         if answers and choice is not None:
             leg.ttft_s, leg.tpot_s = choice.ttft_s, choice.tpot_s
@@ -374,13 +405,15 @@ class Auto(Placement):
         load, leg = self._legs.get(lease, _NO_LEG)
         if load is None or leg is None or leg.began_at is not None or leg.unseen:
             return
-        at = leg.opened_at
+        at, error = leg.opened_at, self._split_ttft
         if leg.seconds:
-            times = load.times
+            times, error = load.times, self._whole_ttft
             load.computed(leg, at + times.before_s, now - times.to_client_s, now)
+        elif leg.handoff is not None and leg.prefilled_at:
+            leg.handoff.add(now, now - leg.prefilled_at, leg.handoff_s)
         load.began(leg, now)
         if leg.ttft_s:
-            self.ttft_error.add(now - at, leg.ttft_s)
+            error.add(now - at, leg.ttft_s)
 
     def closed(self, lease: Lease, verdict: Verdict, now: float, tokens: int | None) -> None:
         """See `Placement`."""
@@ -394,18 +427,18 @@ class Auto(Placement):
             if tokens is not None:
                 self.outputs.add(leg.tokens, tokens)
                 if tokens > 1 and leg.tpot_s and not leg.unseen:
-                    self.tpot_error.add((now - leg.began_at) / (tokens - 1), leg.tpot_s)
+                    error = self._whole_tpot if leg.seconds else self._split_tpot
+                    error.add((now - leg.began_at) / (tokens - 1), leg.tpot_s)
             return
         leg.unseen = False  # it does not begin any more
         if leg.seconds:
             times = load.times
-            is_prefill = lease.role is Role.PREFILL and verdict is Verdict.GOOD
-            load.computed(
-                leg,
-                leg.opened_at + times.before_s,
-                now - times.between_s if is_prefill else 0.0,
-                now,
-            )
+            done_at = 0.0
+            if lease.role is Role.PREFILL and verdict is Verdict.GOOD:
+                done_at = now - times.between_s
+                if leg.decode is not None:
+                    leg.decode.prefilled_at = done_at
+            load.computed(leg, leg.opened_at + times.before_s, done_at, now)
         if tokens is not None and lease.role is not Role.PREFILL:
             self.outputs.add(leg.tokens, tokens)
         if lease.role is not Role.PREFILL:
@@ -442,7 +475,12 @@ class Auto(Placement):
         """See `Placement`."""
         loads = self._loads.values()
         return PlacementState(
-            errors={"ttft": self.ttft_error.both, "tpot": self.tpot_error.both},
+            errors={
+                ("ttft", "whole"): self._whole_ttft.both,
+                ("tpot", "whole"): self._whole_tpot.both,
+                ("ttft", "split"): self._split_ttft.both,
+                ("tpot", "split"): self._split_tpot.both,
+            },
             corrections={
                 (load.url, work): value
                 for load in loads

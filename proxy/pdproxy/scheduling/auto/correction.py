@@ -17,6 +17,19 @@ _BATCH_S = 0.25
 _LEAN = 0.25
 """The share of the deviation that is added to a factor: being late costs more than being early."""
 _MOST_LEAN = 0.05
+_LEAST_GAIN = 0.02
+"""The part of a mean error that the last measurement makes."""
+_HANDOFF_S = 0.15
+"""Predicted seconds in a batch of handoffs."""
+_LENGTHS = (10, 12, 14)
+"""Handoffs of prompts whose number of tokens has at most so many bits share a ratio; longer ones
+have one of their own.
+"""
+_BITS = 65
+_OLD_S = 10.0
+"""A ratio that was not measured for so many seconds is forgotten."""
+_FORGETS = 0.02
+"""The part of the ratio that is forgotten in a second."""
 
 
 class Factor:
@@ -61,16 +74,68 @@ class Factor:
         return True
 
 
+class Handoff:
+    """What passes from the end of a prefill until the first token at the decode engine, for prompts
+    of similar lengths: the ratio of measured to predicted seconds. Predictions must not contain it.
+    """
+
+    __slots__ = ("_batches", "_measured", "_measured_at", "_predicted", "ratio")
+
+    def __init__(self) -> None:
+        self.ratio = 1.0
+        self._measured = self._predicted = self._measured_at = 0.0
+        self._batches = 0
+
+    def add(self, now: float, measured: float, predicted: float) -> None:
+        """Note seconds that were measured, and what was predicted of them without the ratio."""
+        self._measured += measured
+        self._predicted = predicted = self._predicted + predicted
+        if predicted < _HANDOFF_S:
+            return
+        off = min(max(self._measured / (predicted * self.ratio), 1 / _MOST), _MOST)
+        self._measured = self._predicted = 0.0
+        self._measured_at = now
+        # Few prompts may be split: the first batches weigh as much as those before them.
+        self._batches += 1
+        gain = max(_GAIN, 1.0 / self._batches)
+        self.ratio = min(max(self.ratio * (1.0 + gain * (off - 1.0)), 1 / _LIMIT), _LIMIT)
+
+    def forget(self, now: float, seconds: float) -> None:
+        """Come nearer to 1, if nothing was measured lately: where the ratio is too high, no prompt
+        is split that would show it. `seconds`: since the last call.
+        """
+        if now - self._measured_at > _OLD_S:
+            self.ratio += min(_FORGETS * seconds, 1.0) * (1.0 - self.ratio)
+
+
+class Handoffs:
+    """The handoffs by the length of the prompt: what passes does not only grow with it."""
+
+    __slots__ = ("_lengths", "by_bits")
+
+    def __init__(self) -> None:
+        self._lengths = [Handoff() for _ in range(len(_LENGTHS) + 1)]
+        self.by_bits = [
+            self._lengths[sum(bits > limit for limit in _LENGTHS)] for bits in range(_BITS)
+        ]
+        """By the bits of the number of the prompt's tokens."""
+
+    def forget(self, now: float, seconds: float) -> None:
+        """See `Handoff`."""
+        for one in self._lengths:
+            one.forget(now, seconds)
+
+
 class Error:
     """How wrong a prediction was lately: the mean of (measured - predicted) / predicted, and of its
     size.
     """
 
-    __slots__ = ("bias", "count", "size")
+    __slots__ = ("_gain", "bias", "size")
 
     def __init__(self) -> None:
         self.bias = self.size = 0.0
-        self.count = 0
+        self._gain = 1.0
 
     @property
     def both(self) -> tuple[float, float]:
@@ -81,10 +146,11 @@ class Error:
         """Note a measurement."""
         if predicted <= 0.0:
             return
-        self.count += 1
         off = measured / predicted - 1.0
         if off > 10.0:
             off = 10.0
-        gain = 0.02 if self.count > 50 else 1.0 / self.count
+        gain = self._gain
+        if gain > _LEAST_GAIN:
+            self._gain = gain / (1.0 + gain)
         self.bias += gain * (off - self.bias)
         self.size += gain * ((off if off > 0.0 else -off) - self.size)

@@ -230,15 +230,24 @@ class Costs:
             cost += chance((ttft - self._ttft) * self._ttft_width)
         return (cost + self._kept if load.kept else cost), ttft
 
-    def split(self, prefill: Look, decode: Look, tokens: int) -> tuple[float, float]:
-        """Return what it costs that two engines share the work, and the TTFT."""
+    def split(
+        self, prefill: Look, decode: Look, tokens: int, handoff: float
+    ) -> tuple[float, float]:
+        """Return what it costs that two engines share the work, and the TTFT. `handoff`: by how
+        much longer handoffs take than is predicted without it.
+        """
         load = decode.load
         times = load.times
         moved = tokens - decode.cached
         pull = times.pull_base_s + moved * times.pull_token_s
-        ttft = prefill.first_s + times.between_s + pull + 1.5 * decode.step_s + times.to_client_s
         transfer = times.transfer_base_s + moved * times.transfer_token_s
-        ttft += transfer * (1.0 + _LINE * load.pulls)
+        ttft = prefill.first_s + handoff * (
+            times.between_s
+            + pull
+            + 1.5 * decode.step_s
+            + times.to_client_s
+            + transfer * (1.0 + _LINE * load.pulls)
+        )
         cost = prefill.cost + decode.tpot_cost + self._engine_s * pull + self._ttft_s * ttft
         if self._ttft is not None:
             cost += chance((ttft - self._ttft) * self._ttft_width)

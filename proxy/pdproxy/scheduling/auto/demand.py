@@ -6,6 +6,7 @@ import math
 
 import msgspec
 
+from pdproxy.scheduling.auto.correction import Handoffs
 from pdproxy.scheduling.auto.times import WorkTimes
 
 _REQUESTS = 200
@@ -197,8 +198,12 @@ class DemandMeter:
             requests=count,
         )
 
-    def demand(self, now: float, times: WorkTimes) -> Demand | None:
-        """Return the demand, None if there was none. `times`: of an engine."""
+    def demand(
+        self, now: float, times: WorkTimes, handoffs: Handoffs | None = None
+    ) -> Demand | None:
+        """Return the demand, None if there was none. `times`: of an engine; `handoffs`: what was
+        measured of them.
+        """
         found = self.mean(now)
         if found is None or found.new_tokens <= 0.0:
             return None
@@ -211,6 +216,8 @@ class DemandMeter:
             + hardware.transfer_s(int(mean))
             + 1.5 * times.step_s(8, 8 * prompt)
         )
+        if handoffs is not None:
+            moves *= handoffs.by_bits[int(prompt).bit_length()].ratio
         return Demand(
             rate=found.rate,
             alone_s=alone,

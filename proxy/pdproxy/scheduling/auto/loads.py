@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from heapq import heappop, heappush
 
-from pdproxy.scheduling.auto.correction import Factor
+from pdproxy.scheduling.auto.correction import Factor, Handoff
 from pdproxy.scheduling.auto.times import WorkTimes
 from pdproxy.scheduling.ledger_engine import LedgerEngine
 
@@ -42,9 +42,13 @@ class PredictedLeg:
         "began_at",
         "began_busy",
         "began_step",
+        "decode",
+        "handoff",
+        "handoff_s",
         "opened_at",
         "output",
         "plain_s",
+        "prefilled_at",
         "pull_s",
         "residual_s",
         "seconds",
@@ -54,6 +58,13 @@ class PredictedLeg:
         "ttft_s",
         "unseen",
     )
+
+    handoff_s: float
+    """With a handoff: from the end of the prefill to the first token, predicted without the
+    handoff's ratio.
+    """
+    prefilled_at: float
+    """With a handoff: when the prefill was done; 0: not yet."""
 
     def __init__(
         self,
@@ -81,6 +92,10 @@ class PredictedLeg:
         self.began_step = self.began_busy = self.began_alone = 0.0
         self.ttft_s = self.tpot_s = 0.0
         """Predictions; 0: none."""
+        self.handoff: Handoff | None = None
+        """Where its KV comes from elsewhere, and it was predicted how long that takes."""
+        self.decode: PredictedLeg | None = None
+        """Of a prefill: the leg that gets its KV, if that has a handoff."""
         self.unseen = False
         """Whether its first token is not seen: its answer comes as a whole. Nothing is learned of
         how long it took.

@@ -36,7 +36,6 @@ class EnginesView:
     __slots__ = (
         "_by_url",
         "_decode",
-        "_looks",
         "_prefill",
         "_prefills",
         "_turn",
@@ -46,6 +45,7 @@ class EnginesView:
         "fixed_prefill",
         "free",
         "group",
+        "looks",
         "measured",
         "serve_whole",
         "version",
@@ -79,7 +79,10 @@ class EnginesView:
         self._prefill: list[PredictedLoad] = []
         self._prefills: frozenset[PredictedLoad] = frozenset()
         """The same, to find one."""
-        self._looks: dict[PredictedLoad, Look] = {}
+        self.looks: dict[PredictedLoad, Look] = {}
+        """Where to note what a request would mean for an engine, as far as there was a need. There
+        is one per engine: decisions are not kept.
+        """
         self._decode: list[PredictedLoad] = []
 
     def sort_roles(self, version: int) -> None:
@@ -93,12 +96,8 @@ class EnginesView:
         self._whole = [load for load in self.whole if not load.kept] or self.whole
 
     def look(self, load: PredictedLoad) -> Look:
-        """Return where to note what a request would mean for an engine. There is one per engine:
-        decisions are not kept.
-        """
-        found = self._looks.get(load)
-        if found is None:
-            found = self._looks[load] = Look(load)
+        """Return a new one of `looks`."""
+        found = self.looks[load] = Look(load)
         return found
 
     def cached(self, known: Mapping[str, int]) -> list[PredictedLoad]:
