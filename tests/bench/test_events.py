@@ -101,6 +101,29 @@ def test_usage_in_every_event_is_taken_from_the_last() -> None:
 
 
 @pytest.mark.parametrize(
+    ("details", "cached"),
+    [
+        ({"cached_tokens": 0}, 0),
+        ({"cached_tokens": 4, "audio_tokens": None}, 4),
+        ({}, None),
+        (None, None),
+        ({"cached_tokens": -1}, None),
+        ({"cached_tokens": "many"}, None),
+        (["x"], None),
+    ],
+)
+def test_cached_tokens_are_what_the_usage_says_or_unknown(
+    details: object, cached: int | None
+) -> None:
+    """Details that can't be read do not break the answer."""
+    reader = fed(
+        text() + event(choices=[], usage=USAGE | {"prompt_tokens_details": details}) + DONE
+    )
+    reader.end()
+    assert (reader.cached_tokens, reader.prompt_tokens) == (cached, 5)
+
+
+@pytest.mark.parametrize(
     "content",
     [
         b"data: {\n\n",

@@ -124,6 +124,25 @@ def test_without_usage_nothing_per_token_is_reported() -> None:
     assert made.good == {"tpot=1s": None, "ttft=1s": 2}
 
 
+@pytest.mark.parametrize(
+    ("cached", "total", "says"),
+    [
+        ((0, 5), 5, ""),
+        ((0, 0), 0, ""),
+        ((None, None), None, "the server reports no cached tokens"),
+        ((5, None), None, "1 of 2 answers report no cached tokens"),
+        ((5, 11), None, "more cached tokens than prompts have"),
+    ],
+)
+def test_cached_tokens_are_known_of_all_answers_or_not(
+    cached: tuple[int | None, ...], total: int | None, says: str
+) -> None:
+    made = summary(*[one(cached_tokens=count) for count in cached], failed())
+    assert made.cached_tokens == total
+    assert says in made.refused.get("cached_tokens", "")
+    assert bool(says) == ("cached_tokens" in made.refused)
+
+
 def test_errors_are_counted_by_kind_and_are_not_good() -> None:
     made = summary(one(), failed(), failed(), failed("status 503"), slos=(parse_slo("ttft=1s"),))
     assert (made.requests, made.completed, made.failed) == (4, 1, 3)

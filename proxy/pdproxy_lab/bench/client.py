@@ -118,10 +118,9 @@ class Sender:
             outcome.fail("connection", str(error) or type(error).__name__)
         finally:
             outcome.times = [at - start for at in reader.times]
-            outcome.prompt_tokens, outcome.output_tokens = (
-                reader.prompt_tokens,
-                reader.output_tokens,
-            )
+            outcome.prompt_tokens = reader.prompt_tokens
+            outcome.output_tokens = reader.output_tokens
+            outcome.cached_tokens = reader.cached_tokens
             outcome.end = self._clock() - start
 
     async def _exchange(self, outcome: Outcome, body: bytes, reader: EventReader) -> None:

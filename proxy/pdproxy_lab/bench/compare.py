@@ -128,6 +128,7 @@ def table_of(records: Sequence[Record], column: Callable[[Record], str] = name_o
         row("throughput", "req/s", 2, "request_throughput"),
         row("output tokens", "tok/s", 0, "output_throughput"),
     ]
+    rows.append(row("prompt tokens cached", "%", 1, "pdproxy", "cached_share", factor=100.0))
     for title, key in (
         ("TTFT", "ttft"),
         ("TPOT", "tpot"),

@@ -39,7 +39,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     def slos(self) -> list[str]:
         """The names of the SLOs."""
         rows = (row.title for row in self.table.rows if row.unit == "%")
-        return [title.removeprefix("good: ") for title in rows]
+        return [title.removeprefix("good: ") for title in rows if title.startswith("good: ")]
 
 
 def rate_of(record: Record) -> float | None:

@@ -45,6 +45,11 @@ class _Choice(msgspec.Struct):
 class _Usage(msgspec.Struct):
     prompt_tokens: _Count | None = None
     completion_tokens: _Count | None = None
+    prompt_tokens_details: msgspec.Raw = _ABSENT
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: _Count | None = None
 
 
 class _Event(msgspec.Struct):
@@ -60,6 +65,7 @@ class _Error(msgspec.Struct):
 
 _EVENT = msgspec.json.Decoder(_Event)
 _ERROR = msgspec.json.Decoder(_Error)
+_DETAILS = msgspec.json.Decoder(_Details | None)
 
 
 class EventReader:
@@ -71,6 +77,8 @@ class EventReader:
         self.prompt_tokens: int | None = None
         """By the usage; None: it had no such count, or there was none."""
         self.output_tokens: int | None = None
+        self.cached_tokens: int | None = None
+        """Prompt tokens that were found in a cache, by the usage; None: it does not say so."""
         self.done = False
         """Whether the end mark has come."""
         self._max_events = max_events
@@ -143,6 +151,8 @@ class EventReader:
                 self.prompt_tokens = event.usage.prompt_tokens
             if event.usage.completion_tokens is not None:
                 self.output_tokens = event.usage.completion_tokens
+            if (cached := _cached(event.usage.prompt_tokens_details)) is not None:
+                self.cached_tokens = cached
         if event.choices and not _role_only(event.choices[0]):
             if event.choices[0].finish_reason == "abort":
                 raise ErrorEvent('finish_reason "abort": the engine was stopped')
@@ -160,6 +170,17 @@ def _role_only(choice: _Choice) -> bool:
         and not (delta.content or delta.reasoning or delta.reasoning_content)
         and bytes(delta.tool_calls) in _EMPTY
     )
+
+
+def _cached(details: msgspec.Raw) -> int | None:
+    """Return the cached tokens of a usage's details. What says nothing that can be read is as if
+    it were not there: the times of the answer are right without it.
+    """
+    try:
+        found = _DETAILS.decode(details)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    return None if found is None else found.cached_tokens
 
 
 def _message(error: msgspec.Raw) -> str:

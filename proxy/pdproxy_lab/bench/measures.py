@@ -75,6 +75,8 @@ class Summary(msgspec.Struct, kw_only=True):
     """Of all completed requests, as the server counted."""
     output_tokens: int | None = None
     asked_input_tokens: int = 0
+    cached_tokens: int | None = None
+    """Of `input_tokens`, found in a cache. None: not known of each completed request."""
     ttft: Spread | None = None
     ttft_from_sent: Spread | None = None
     """From when the request was sent, as vLLM's benchmark counts."""
@@ -191,6 +193,7 @@ def _measure(made: Summary, done: Sequence[Outcome]) -> None:
         made.input_tokens = sum(o.prompt_tokens or 0 for o in done)
     else:
         made.refused["input_tokens"] = "the server reports no usage"
+    _count_cached(made, done)
     if any(o.output_tokens is None for o in done):
         made.refused["output_tokens"] = made.refused["tpot"] = made.refused["itl"] = (
             "the server reports no usage"
@@ -205,6 +208,26 @@ def _measure(made: Summary, done: Sequence[Outcome]) -> None:
         made.remarks.append(
             f"{made.short} answers are shorter than asked: does the server ignore ignore_eos?"
         )
+
+
+def _count_cached(made: Summary, done: Sequence[Outcome]) -> None:
+    """Count the tokens from a cache. A part of the answers would say nothing of the others, and a
+    missing count is no 0.
+    """
+    known = [o for o in done if o.cached_tokens is not None]
+    if len(known) < len(done):
+        who = (
+            f"{len(done) - len(known)} of {len(done)} answers report"
+            if known
+            else ("the server reports")
+        )
+        made.refused["cached_tokens"] = (
+            f"{who} no cached tokens (vLLM: --enable-prompt-tokens-details)"
+        )
+    elif any((o.cached_tokens or 0) > (o.prompt_tokens or 0) for o in known):
+        made.refused["cached_tokens"] = "the server reports more cached tokens than prompts have"
+    else:
+        made.cached_tokens = sum(o.cached_tokens or 0 for o in known)
 
 
 def _per_token(made: Summary, done: Sequence[Outcome]) -> None:

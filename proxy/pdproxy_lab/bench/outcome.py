@@ -29,6 +29,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     prompt_tokens: int | None = None
     """As the server counted; None: it did not."""
     output_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Of the prompt, found in a cache, as the server counted; None: it did not."""
     answered: bool = False
     """Whether the head of an answer has come."""
     error: str | None = None

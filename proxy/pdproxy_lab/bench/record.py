@@ -94,6 +94,8 @@ def record_of(
         "cut": summary.cut,
         "short": summary.short,
         "asked_input_tokens": summary.asked_input_tokens,
+        "cached_tokens": summary.cached_tokens,
+        "cached_share": _share(summary.cached_tokens, summary.input_tokens),
         "errors": summary.errors,
         "error_texts": summary.error_texts,
         "lag_ms": {
@@ -139,8 +141,8 @@ def details_of(seen: Observed) -> Record:
     }
 
 
-def _share(good: int | None, requests: int) -> float | None:
-    return good / requests if good is not None and requests else None
+def _share(part: int | None, whole: int | None) -> float | None:
+    return part / whole if part is not None and whole else None
 
 
 def _spread(name: str, spread: Spread | None) -> Record:

@@ -11,7 +11,7 @@ from pdproxy_lab.bench.record import Record
 from pdproxy_lab.bench.report import aligned, remarks
 
 _LEGEND = "-: not measured, or a percentile needs more values (the 99th: 100 answers)"
-_ROWS = ("throughput", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99")
+_ROWS = ("throughput", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "prompt tokens cached")
 
 
 def text_of(curves: Sequence[Curve], records: Sequence[Record]) -> str:
