@@ -3,6 +3,7 @@ under a minute.
 """
 
 # Three simulated engines and the proxy, each a process of its own; nothing of these is looked into.
+# The installation is that of this Python, or of the one that PDPROXY_TEST_PYTHON names.
 
 from __future__ import annotations
 
@@ -33,11 +34,14 @@ ROUTES: dict[str, dict[str, Any]] = {
 }
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")}
 ENVIRONMENT["PDPROXY_LISTEN__LINGER"] = "0"
+if other := os.environ.get("PDPROXY_TEST_PYTHON"):
+    ENVIRONMENT.pop("PYTHONPATH", None)
+PYTHON = other or sys.executable
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
-    line = [sys.executable, "-m", "pdproxy", *arguments]
+    line = [PYTHON, "-m", "pdproxy", *arguments]
     return subprocess.run(
         line, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
@@ -54,7 +58,7 @@ class Running:
     def start(self, name: str, *arguments: str) -> None:
         """Start a command that listens on a port of its own. What it says goes to a file."""
         port = self.ports[name] = free_port()
-        line = [sys.executable, "-m", "pdproxy", *arguments, "--port", str(port)]
+        line = [PYTHON, "-m", "pdproxy", *arguments, "--port", str(port)]
         with (self._folder / f"{name}.log").open("wb") as log:
             self.processes[name] = subprocess.Popen(line, env=ENVIRONMENT, stdout=log, stderr=log)
 

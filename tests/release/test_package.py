@@ -1,0 +1,84 @@
+"""sdist and wheel are the same bytes wherever and whenever they are built, and hold what they
+should.
+"""
+
+from __future__ import annotations
+
+import os
+import tarfile
+import tomllib
+import zipfile
+from email.parser import HeaderParser
+from pathlib import Path
+
+import pytest
+
+from tests.reference.markdown import ROOT
+from tests.release import build
+
+EPOCH = "1700000000"
+PACKAGES = ("pdproxy", "pdproxy_lab", "pdproxy_operator")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An sdist and a wheel of this tree."""
+    folder = tmp_path_factory.mktemp("dist")
+    return build.sdist(ROOT, folder, EPOCH), build.wheel(ROOT, folder, EPOCH)
+
+
+def test_another_folder_umask_and_time_make_the_same_bytes(
+    made: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """And the sdist has all that the wheel is made of."""
+    tree = build.unpacked(made[0], tmp_path / "elsewhere")
+    for path in (tree, *tree.rglob("*")):
+        if not path.is_symlink():
+            path.chmod(0o700 if path.is_dir() else path.stat().st_mode & 0o700)
+            os.utime(path, (1, 1))
+    before = os.umask(0o077)
+    try:
+        again = (
+            build.sdist(tree, tmp_path / "dist", EPOCH),
+            build.wheel(tree, tmp_path / "dist", EPOCH),
+        )
+    finally:
+        os.umask(before)
+    for first, second in zip(made, again, strict=True):
+        assert second.name == first.name
+        assert second.read_bytes() == first.read_bytes(), f"{first.name} is not reproducible"
+
+
+def test_the_wheel_holds_the_packages_and_nothing_else(made: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(made[1]) as opened:
+        names = {*opened.namelist()}
+        own = f"pdproxy-{PROJECT['version']}.dist-info"
+        files = {
+            path.relative_to(ROOT / "proxy").as_posix()
+            for package in PACKAGES
+            for path in (ROOT / "proxy" / package).rglob("*")
+            if path.is_file() and path.suffix != ".pyc"
+        }
+        about = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"}
+        assert names == files | {f"{own}/{name}" for name in about}
+        assert {f"{package}/py.typed" for package in PACKAGES} <= names
+        # What `pdproxy config init --all` prints: in the source tree it is a link.
+        reference = opened.read("pdproxy/settings/reference.yaml")
+        assert reference == (ROOT / "configs" / "reference.yaml").read_bytes()
+        metadata = HeaderParser().parsestr(opened.read(f"{own}/METADATA").decode())
+        times = {one.date_time for one in opened.infolist()}
+    assert metadata["Version"] == PROJECT["version"]
+    assert metadata["License-Expression"] == PROJECT["license"]
+    needed = [one for one in metadata.get_all("Requires-Dist", []) if "extra ==" not in one]
+    assert len(needed) == len(PROJECT["dependencies"])
+    assert times == {(2023, 11, 14, 22, 13, 20)}
+
+
+def test_the_sdist_holds_what_proves_it(made: tuple[Path, Path]) -> None:
+    """Tests, the documents that they read, and the locks; nothing that git ignores."""
+    with tarfile.open(made[0]) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
+    for wanted in ("tests/conftest.py", "docs/README.md", "requirements.lock", "CHANGELOG.md"):
+        assert wanted in names
+    assert not [name for name in names if name.endswith(".pyc") or ".engines/" in name]
