@@ -6,7 +6,7 @@ Usage: python -m tests.mutations [--seed 0] [--count 200] [--jobs 2] [--minutes 
 
 Prints each mutation that no test has noticed as soon as that is known, and how many were noticed.
 Those whose tests did not end within the limit are listed, too: a test may have hung, or the machine
-was slow. The exit code is 0 whatever survives: `docs/evidence/full-mutations.txt` lists survivors,
+was slow. The exit code is 0 whatever survives: `docs/evidence/mutations.txt` lists survivors,
 and a reader judges them. It is 1 if the tests fail without any.
 """
 

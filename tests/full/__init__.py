@@ -1,0 +1,1 @@
+"""What `.ci/full` has shown: its page."""
