@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 import json
 import os
 import random
@@ -156,7 +157,7 @@ async def client(
     while time.monotonic() < end:
         count += 1
         body = _with_adapter(chance.choice(asked), at.size, chance)
-        key = chance.choice(at.keys) if at.keys else None
+        key = at.next_key()
         leaves = chance.uniform(0, 0.5) if chance.random() < LEAVES else None
         try:
             answer = await ask(at.proxy, body, f"soak-{number}-{count}", leaves, key)
@@ -195,8 +196,7 @@ def sample(at: Stage, began: float, logged: int = 0) -> Sample:
             pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
             files = len(os.listdir(f"/proc/{pid}/fd"))
             processes[pid] = pages * PAGE_KB / 1024, float(files)
-    with urllib.request.urlopen(f"http://127.0.0.1:{at.proxy}/metrics", timeout=30) as answer:
-        page = answer.read().decode()
+    page = _metrics(at.proxy)
     (tasks,) = _TASKS.findall(page)
     return Sample(
         time.monotonic() - began,
@@ -206,6 +206,20 @@ def sample(at: Stage, began: float, logged: int = 0) -> Sample:
         (at.log.stat().st_size - logged) / 1024,
         processes,
     )
+
+
+def _metrics(port: int) -> str:
+    """Return the page of metrics. The worker that has the connection may be killed meanwhile."""
+    tries = 0
+    while True:
+        tries += 1
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+                page: bytes = answer.read()
+                return page.decode()
+        except (OSError, http.client.HTTPException):
+            if tries == 3:
+                raise
 
 
 def _sums(processes: Iterable[tuple[float, float]]) -> tuple[float, float]:

@@ -111,6 +111,13 @@ class Stage:
     keys: list[str] = field(default_factory=list)
     """Those that stay valid."""
 
+    asked: int = 0
+
+    def next_key(self) -> str | None:
+        """Return the key of the next request, None if clients need none: each in turn."""
+        self.asked += 1
+        return self.keys[self.asked % len(self.keys)] if self.keys else None
+
     @property
     def log(self) -> Path:
         """The file that the proxy logs to."""
