@@ -160,7 +160,7 @@ def test_a_refusal_leaves_nothing_behind() -> None:
 def test_without_a_profile_it_is_least_load_until_it_has_measured() -> None:
     placement = auto(B, assumed=lambda engine: engine.url != "http://3:1")
     of = ledger(placement, ANY4)
-    assert placement.status() == (
+    assert placement.status(0.0) == (
         "no profile of http://0:1 and 2 more: until enough of their answers were measured, "
         "requests go to the engines"
         " with the least load"
@@ -172,7 +172,7 @@ def test_without_a_profile_it_is_least_load_until_it_has_measured() -> None:
         now += 1.0
         leases = placed(of, now)
         served(of, leases, now + 0.5)
-    assert placement.status() is None
+    assert placement.status(0.0) is None
 
 
 def test_without_a_profile_prompts_are_split_between_the_least_loaded() -> None:
@@ -193,7 +193,7 @@ def test_decode_engines_without_a_profile_are_known_by_their_steps() -> None:
             of.close(assignment.leases[0], Verdict.GOOD, 10.0 * turn + 0.1)
         of.began(assignment.leases[-1], 10.0 * turn + 0.2)
         of.close(assignment.leases[-1], Verdict.GOOD, 10.0 * turn + 1.2, 200)
-    assert placement.status() is None
+    assert placement.status(0.0) is None
     assert len(reasons) > 1
 
 

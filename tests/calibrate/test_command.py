@@ -81,6 +81,13 @@ def test_a_simulated_engine_gets_a_profile_that_simulate_takes(
     assert "max_num_batched_tokens 2048: given" in shown.out
     assert "The profile against its own measurements:" in shown.out
     assert "4 streams of 32 tokens" in shown.out
+    fitted = profile.fitted
+    assert fitted is not None
+    assert (fitted.sequences, fitted.answer_tokens) == ((0, 4), None)
+    assert fitted.prompt_tokens is not None
+    assert fitted.prompt_tokens[0] == 48
+    assert fitted.prompt_tokens[1] > 300
+    assert "\nfitted to prompts of 48 to " in shown.out
     assert (
         main(
             [

@@ -83,7 +83,7 @@ class Scripted(Placement):
         """See `Placement`."""
         self.told.append(("closed", lease.role.value, lease.engine.url, verdict.value, tokens))
 
-    def status(self) -> str | None:
+    def status(self, now: float) -> str | None:
         """See `Placement`."""
         return self.says
 

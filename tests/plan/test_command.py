@@ -94,6 +94,8 @@ def test_it_says_to_split_and_why(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert found["other_kind"]["capacity"] < plan["capacity"]
     assert found["alternatives"][0]["capacity"] == plan["capacity"]
     assert found["other_reason"]["missed"]["tpot"] > 0.1
+    assert found["extrapolated"] is None
+    assert "not fitted" not in shown
 
 
 def test_a_rate_that_is_too_high_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,6 +103,20 @@ def test_a_rate_that_is_too_high_is_named(capsys: pytest.CaptureFixture[str]) ->
     shown = capsys.readouterr().out
     assert "That is too much: 1 GPU serves " in shown
     assert "Why: one GPU can't be split." in shown
+
+
+def test_what_the_profile_was_not_fitted_to_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.json"
+    load = ("--input-tokens", "40000", "--output-tokens", "5", "--requests", "50")
+    assert main(["plan", "--gpus", "2", *load, "--slo", "ttft=9s", "--json", str(file)]) == 0
+    said = " ".join(capsys.readouterr().out.splitlines()[-4:])
+    assert "The profile was not fitted to prompts of 40000 tokens" in said
+    assert said.endswith("is unknown.")
+    found = json.loads(file.read_text())["extrapolated"]
+    assert found["beyond"]["prompt_tokens"] == [40_000, 40_000]
+    assert found["off"] == {}
 
 
 def test_a_rate_alone_gives_the_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:

@@ -231,3 +231,24 @@ def test_an_interrupt_ends_the_command(
     monkeypatch.setattr("pdproxy_lab.simulate.run.run", interrupted)
     assert main([*PLAIN, *LOAD]) == 130
     assert capsys.readouterr().err == "pdproxy simulate: interrupted\n"
+
+
+def test_what_the_profile_was_not_fitted_to_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    line = ["simulate", "--aggregated", "2", "--requests", "200", "--seeds", "2", "--rate"]
+    assert main([*line, "6", "--input-tokens", "4000", "--output-tokens", "128"]) == 0
+    assert "not fitted" not in capsys.readouterr().out
+    file = tmp_path / "runs.jsonl"
+    beyond = ["--input-tokens", "30000:40000", "--output-tokens", "10", "--kv-tokens", "200000"]
+    assert main([*line, "0.5", *beyond, "--json", str(file)]) == 0
+    said = " ".join(capsys.readouterr().out.splitlines()[-4:])
+    assert "The profile was not fitted to prompts of 30" in said
+    assert said.endswith("is unknown.")
+    (asked, _) = [
+        json.loads(one)["pdproxy"]["asked_of_engines"] for one in file.read_text().splitlines()
+    ]
+    low, high = asked["prompt_tokens"]
+    assert 30_000 <= low < high <= 40_000
+    assert asked["answer_tokens"] == [10, 10]
+    assert asked["chunk"] == [8192, 8192]

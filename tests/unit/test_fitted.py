@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pdproxy.engine_model.fitted import Compared, Fitted, Ranges, extrapolated, usual
+from pdproxy.engine_model.fitted import Compared, FittedRanges, Ranges, extrapolated, usual
 
-FITTED = Fitted(
+FITTED = FittedRanges(
     prompt_tokens=(1000, 8000),
     answer_tokens=(128, 500),
     sequences=(0, 40),
@@ -53,6 +53,13 @@ def test_without_a_comparison_the_error_is_unknown():
                                "how wrong predictions are there is unknown")  # fmt: skip
 
 
+def test_ranges_of_several_runs_are_joined():
+    one = Ranges(prompt_tokens=(100, 200), sequences=(3, 3))
+    assert one.with_(Ranges(prompt_tokens=(50, 150), chunk=(8, 8))) == Ranges(
+        prompt_tokens=(50, 200), sequences=(3, 3), chunk=(8, 8)
+    )
+
+
 def test_the_usual_lengths_leave_out_a_twentieth_at_both_ends():
     assert usual(range(1, 101)) == (6, 95)
     assert usual([7]) == (7, 7)
@@ -71,4 +78,4 @@ def test_the_usual_lengths_leave_out_a_twentieth_at_both_ends():
 )
 def test_invalid_ranges_are_refused(content):
     with pytest.raises(msgspec.ValidationError):
-        msgspec.json.decode(content, type=Fitted)
+        msgspec.json.decode(content, type=FittedRanges)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from pdproxy.app.credentials import Credentials
 from pdproxy.app.transfer import buffer_capacity, kv_host_of, receiver_of
+from pdproxy.engine_model.fitted import FittedRanges
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.engine_model.profile import Profile, load
 from pdproxy.fleet.engine import Engine, EngineCredentials
@@ -76,6 +77,11 @@ class Profiles:
         """Return the times of an engine, None where no profile has them."""
         profile = self._engines.get(url, self._pool)
         return None if profile is None else profile.hardware
+
+    def fitted(self, url: str) -> FittedRanges | None:
+        """Return what the times of an engine were fitted to, None where no profile says it."""
+        profile = self._engines.get(url, self._pool)
+        return None if profile is None else profile.fitted
 
     def chunk(self, url: str) -> int | None:
         """Return the most tokens of a step of an engine, None where neither its settings nor a

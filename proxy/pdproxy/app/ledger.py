@@ -89,6 +89,7 @@ def _placement(
         slo=slo_of(pool),
         refuse_late=pool.policy.refuse_late,
         hardware=profiles.hardware,
+        fitted=profiles.fitted,
         chunk=profiles.chunk,
         cached=cached,
         replicas=replicas.at_first if replicas.several else None,

@@ -7,6 +7,7 @@ was.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 
 import msgspec
@@ -16,6 +17,8 @@ _NEAR = 1.1
 """A value that is so many times beyond a range's end, at most, is still in the range."""
 _LEFT_OUT = 20
 """One of so many values is left out at each end of the usual ones."""
+_WIDTH = 100
+"""Letters of a report's line."""
 
 Range = tuple[float, float]
 """The least and the greatest value."""
@@ -44,6 +47,19 @@ class Ranges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                     f"got {one[0]:g} and {one[1]:g}"
                 )
 
+    @property
+    def said(self) -> str:
+        """The ranges in words."""
+        return ", ".join(_SAID[name].format(_said(one)) for name, one in self.each())
+
+    def with_(self, other: Ranges) -> Ranges:
+        """Return the ranges that hold those of both."""
+        found = dict(self.each())
+        for name, (low, high) in other.each():
+            mine = found.get(name, (low, high))
+            found[name] = min(mine[0], low), max(mine[1], high)
+        return Ranges(**found)
+
     def each(self) -> Iterable[tuple[str, Range]]:
         """Yield the known ranges by their names."""
         for name in Ranges.__struct_fields__:
@@ -70,7 +86,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 )
 
 
-class Fitted(Ranges, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FittedRanges(Ranges, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The ranges of the measurements to which a profile was fitted."""
 
     compared: list[Compared] = []
@@ -97,8 +113,14 @@ class Extrapolated(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         """One sentence: what lies outside, and how wrong predictions may be there."""
-        things = "; ".join(str(one) for one in self.outside)
+        things = ", ".join(str(one) for one in self.outside)
         return f"the profile was not fitted to {things}: {self.error}"
+
+    @property
+    def lines(self) -> list[str]:
+        """The sentence as lines of a report."""
+        said = str(self)
+        return textwrap.wrap(f"{said[0].upper()}{said[1:]}.", _WIDTH)
 
     @property
     def error(self) -> str:
@@ -123,8 +145,8 @@ _SAID = {
 
 
 def _said(one: Range) -> str:
-    low, high = round(one[0]), round(one[1])
-    return f"{low}" if low == high else f"{low} to {high}"
+    low, high = (str(round(float(f"{end:.3g}"))) for end in one)
+    return low if low == high else f"{low} to {high}"
 
 
 def usual(values: Iterable[float]) -> Range | None:
@@ -138,7 +160,7 @@ def usual(values: Iterable[float]) -> Range | None:
     return ordered[left_out], ordered[-1 - left_out]
 
 
-def extrapolated(fitted: Fitted | None, asked: Ranges) -> Extrapolated | None:
+def extrapolated(fitted: FittedRanges | None, asked: Ranges) -> Extrapolated | None:
     """Return what is asked for beyond what a profile was fitted to, None if nothing is.
 
     Of what the profile says no range (`fitted` is None: of anything), nothing is said.

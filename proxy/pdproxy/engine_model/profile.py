@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.engine_model.fitted import Fitted
+from pdproxy.engine_model.fitted import FittedRanges
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.kit.regular_file import UnusableFileError, read_regular
 
@@ -70,7 +70,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     origin: Origin
     engine: EngineLimits = EngineLimits()
     hardware: Hardware
-    fitted: Fitted | None = None
+    fitted: FittedRanges | None = None
     """What it was fitted to. None: the profile does not say."""
 
     def __post_init__(self) -> None:

@@ -651,9 +651,9 @@ class Ledger(EngineStates):
 
     def shortcomings(self, now: float) -> list[str]:
         """Return what is wrong although requests are served, a sentence each."""
-        told = [
-            one.status() for one in (self.placement, *self._policies.values()) if one is not None
-        ]
+        told = [one.status() for one in self._policies.values()]
+        if self.placement is not None:
+            told.insert(0, self.placement.status(now))
         if self._not_paired is None:
             self._not_paired = readiness.not_paired(self.engines)
         return [

@@ -30,6 +30,11 @@ class Outputs:
         self._means = [0.0] * _CLASSES
         self._counts = [0] * _CLASSES
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many answers there were, by the bits of the number of their prompt's tokens."""
+        return tuple(self._counts)
+
     def add(self, prompt: int, tokens: int) -> None:
         """Note the length of an answer. `prompt`: its prompt's tokens."""
         self._count = count = self._count + 1

@@ -125,9 +125,9 @@ class Placement(ABC):
         """Note how many proxies the engines have now, if there may be several."""
         return
 
-    def status(self) -> str | None:
+    def status(self, now: float) -> str | None:
         """Return what an operator should know, such as that nothing was measured yet; None:
-        nothing.
+        nothing. `now`: in monotonic seconds.
         """
         return None
 

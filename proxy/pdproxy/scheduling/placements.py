@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from pdproxy.engine_model.fitted import FittedRanges
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.auto.auto import Auto, AutoOptions
 from pdproxy.scheduling.auto.replica import ReplicaAuto
@@ -35,7 +36,8 @@ class PlacementContext:
     `refuse_late`: whether a request is refused that no engine can serve within its objective.
     `hardware(url)`: how long an engine's work takes by its profile, None where it has none.
     `chunk(url)`: the most tokens of a step of that engine, by its profile, None as before.
-    `cached`, `chance`: as in `PolicyContext`. `replicas`: how many proxies the engines have, None
+    `fitted(url)`: what that profile was fitted to, None where nobody says. `cached`, `chance`: as
+    in `PolicyContext`. `replicas`: how many proxies the engines have, None
     if this is the only one.
     """
 
@@ -43,6 +45,7 @@ class PlacementContext:
     refuse_late: bool = False
     hardware: Callable[[str], Hardware | None] = _no_hardware
     chunk: Callable[[str], int | None] = lambda _: None
+    fitted: Callable[[str], FittedRanges | None] = lambda _: None
     cached: Cached | None = None
     replicas: int | None = None
     chance: Callable[[], float] = no_chance
@@ -67,6 +70,7 @@ def auto(context: PlacementContext) -> Placement:
         slo=context.slo,
         cached=context.cached,
         assumed=lambda engine: context.hardware(engine.url) is None,
+        fitted=lambda engine: context.fitted(engine.url),
         refuses=context.refuse_late,
     )
     if context.replicas is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from pdproxy.engine_model.hardware import Hardware
@@ -47,6 +48,7 @@ def text_of(found: Calibration) -> str:
             f"up to "
             f"{limits.max_model_len}"
         ),
+        *textwrap.wrap(f"fitted to {profile.fitted.said if profile.fitted else ''}", 100),
         "",
         "Assumed:",
         *(f"- {line}" for line in profile.origin.assumed),

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from pdproxy.engine_model.fitted import FittedRanges
 from pdproxy.engine_model.profile import MOST, EngineLimits, Origin, Profile
 from pdproxy_lab.calibrate import pair
 from pdproxy_lab.calibrate.experiments import ExperimentLimits, Experiments, Measured
@@ -198,9 +199,9 @@ def _profile(
         assumed.append(
             "the time was not enough for all trials (--max-seconds): fewer values, wider ranges"
         )
-    longest = max(
-        [row.tokens for row in measured.alone] + [row.tokens for row in measured.chunks], default=0
-    )
+    prompts = [row.tokens for row in measured.alone]
+    prompts = prompts + [row.tokens for row in measured.chunks] or [0]
+    longest = max(prompts)
     budget = measured.budget
     if budget is None:
         budget = measured.budget_most or max(_USUAL_BUDGET, longest + 1)
@@ -226,7 +227,6 @@ def _profile(
             f"num_gpu_blocks = {blocks} of {block_size} tokens: the engine does not say how much "
             f"KV it holds"
         )
-    streams = max((row.streams for row in measured.decodes), default=0)
     what = (
         "one engine" if options.pair is None else f"a pair with connector {options.pair.connector}"
     )
@@ -239,12 +239,7 @@ def _profile(
                 engine=f"vLLM {info.version}" if info.version else "unknown",
                 measured=f"{datetime.now(UTC):%Y-%m-%d}, pdproxy calibrate: {len(measured.trials)} "
                 f"trials, {what}",
-                missing=[
-                    (
-                        f"prompts over {longest} tokens, more than {streams} sequences, prefix "
-                        f"caches, preemption"
-                    )
-                ],
+                missing=["prefix caches, preemption"],
                 spread={name: (one.low, one.high) for name, one in found.spreads.items()},
                 assumed=assumed,
             ),
@@ -256,6 +251,12 @@ def _profile(
                 max_num_batched_tokens=min(budget, MOST),
             ),
             hardware=found.hardware,
+            fitted=FittedRanges(
+                prompt_tokens=(min(prompts), longest),
+                sequences=(0, max((row.streams for row in measured.decodes), default=0)),
+                context_tokens=(0, max((row.context for row in measured.decodes), default=0)),
+                chunk=(min(prompts), budget),
+            ),
         )
     except ValueError as error:
         raise TrialError(f"what the engine says of itself makes no profile: {error}") from None

@@ -268,6 +268,7 @@ def _question(arguments: argparse.Namespace) -> Question:
             chunks=arguments.chunks,
             policies=tuple(dict.fromkeys(arguments.policy or (_POLICY,))),
             max_model_len=limits.max_model_len,
+            fitted=profile.fitted,
         )
 
 

@@ -35,6 +35,7 @@ from pdproxy_lab.cli.progress import ProgressLine, seconds_left
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
+    from pdproxy.engine_model.fitted import FittedRanges
     from pdproxy_lab.simulate.load import Load
     from pdproxy_lab.simulate.run import Simulation
 
@@ -188,7 +189,7 @@ def run(arguments: argparse.Namespace) -> int:
     from pdproxy_lab.simulate.run import run_all, text
 
     _check(arguments)
-    simulation = _simulation(arguments)
+    simulation, fitted = _simulation(arguments)
     fleet = simulation.fleet
     kinds = (
         (f"{fleet.prefill}P{fleet.decode}D", fleet.prefill or fleet.decode),
@@ -216,7 +217,7 @@ def run(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             sys.stderr.write("pdproxy simulate: interrupted\n")
             return _INTERRUPTED
-    print(text(records), end="")
+    print(text(records, fitted), end="")
     return 0
 
 
@@ -253,7 +254,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise SettingsError(*mistakes)
 
 
-def _simulation(arguments: argparse.Namespace) -> Simulation:
+def _simulation(arguments: argparse.Namespace) -> tuple[Simulation, FittedRanges | None]:
+    """Return what is simulated, and what its profile was fitted to."""
     from pdproxy.engine_model.profile import load
     from pdproxy.scheduling.ledger_engine import Role
     from pdproxy_lab.simulate.placements import auto, bounds_of
@@ -287,7 +289,7 @@ def _simulation(arguments: argparse.Namespace) -> Simulation:
                 Role.PREFILL: arguments.prefill_policy or policy,
                 Role.DECODE: arguments.decode_policy or policy,
             }
-        return Simulation(
+        simulation = Simulation(
             fleet=fleet,
             hardware=profile.hardware,
             shapes=shapes,
@@ -296,6 +298,7 @@ def _simulation(arguments: argparse.Namespace) -> Simulation:
             slos=tuple(arguments.slo),
             placement=auto(bounds_of(*arguments.slo[:1])) if policy == _AUTO else None,
         )
+    return simulation, profile.fitted
 
 
 def _load(arguments: argparse.Namespace) -> Load:

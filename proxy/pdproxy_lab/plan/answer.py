@@ -5,10 +5,12 @@ It is what the report, the JSON file and the plot are made of.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from pdproxy.engine_model.fitted import Extrapolated, Ranges, extrapolated
 from pdproxy_lab.plan.arrangement import Arrangement, plain
 from pdproxy_lab.plan.bounds import work_of
 from pdproxy_lab.plan.capacity import GRID, CapacitySearch, Level
@@ -92,6 +94,8 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
     sizes: Sizes
     hopeless: Hopeless | None = None
     """If there is no best one."""
+    extrapolated: Extrapolated | None = None
+    """What the best ones of both kinds need of the profile that it was not fitted to."""
 
     @property
     def splits(self) -> bool:
@@ -116,7 +120,26 @@ def answer(question: Question, result: Result, rate: float | None) -> PlanAnswer
         other_reason=None if other is None else _reason(prober, other, result.level),
         sizes=_sizes(question),
         hopeless=None if best is not None else _hopeless(prober, result),
+        extrapolated=_extrapolated(
+            prober, result.level, [one for one in (best, other) if one is not None]
+        ),
     )
+
+
+def _extrapolated(
+    prober: CapacitySearch, level: Level, found: Sequence[FoundArrangement]
+) -> Extrapolated | None:
+    """Return what arrangements ask of the engines at their capacities beyond the profile's
+    ranges.
+    """
+    fitted = prober.question.fitted
+    if fitted is None:
+        return None
+    asked = Ranges()
+    for one in found:
+        (run,) = prober.at(one.arrangement, Level(level.requests, 1, 1), one.rate)
+        asked = asked.with_(run.asked)
+    return extrapolated(fitted, asked)
 
 
 def _sizes(question: Question) -> Sizes:
@@ -188,6 +211,12 @@ def as_json(found: PlanAnswer) -> dict[str, Any]:
         "at_a_low_rate": None
         if found.hopeless is None
         else {"rate": found.hopeless.rate, "missed": found.hopeless.missed},
+        "extrapolated": None
+        if found.extrapolated is None
+        else {
+            "beyond": {one.name: one.asked for one in found.extrapolated.outside},
+            "off": found.extrapolated.off,
+        },
         "do_not_fit": found.sizes.refused,
         "alternatives": [_entry(one, result.gpus) for one in result.found],
         "simulations": result.runs,

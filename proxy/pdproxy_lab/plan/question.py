@@ -8,6 +8,7 @@ from itertools import islice
 
 import msgspec
 
+from pdproxy.engine_model.fitted import FittedRanges
 from pdproxy.engine_model.hardware import Hardware, attended
 from pdproxy_lab.bench.arrivals import Arrivals, Kind
 from pdproxy_lab.bench.slo import BenchSlo
@@ -103,6 +104,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     """The most tokens of a request for which the engine was measured; None: not known. Longer ones
     are simulated all the same.
     """
+    fitted: FittedRanges | None = None
+    """What `hardware` was fitted to; None: not known."""
 
     def __post_init__(self) -> None:
         """Refuse what has no answer."""

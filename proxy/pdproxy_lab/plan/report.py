@@ -212,6 +212,7 @@ def _notes(found: PlanAnswer) -> list[str]:
         *_seqs(found),
         *_sizes(found),
         *_handoffs(found),
+        *(found.extrapolated.lines if found.extrapolated is not None else ()),
     ]
 
 

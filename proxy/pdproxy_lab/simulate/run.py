@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from pdproxy.engine_model.fitted import FittedRanges, Ranges, extrapolated
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.ledger_engine import Role
 from pdproxy_lab.bench.compare import Cell, Row, Table, table_of
@@ -96,11 +97,20 @@ def run_all(
     return records
 
 
-def text(records: Sequence[Record]) -> str:
-    """Return the report of one simulation's runs, with a line feed at its end."""
+def text(records: Sequence[Record], fitted: FittedRanges | None = None) -> str:
+    """Return the report of one simulation's runs, with a line feed at its end. `fitted`: what the
+    profile was fitted to.
+    """
     table = table_of(records)
     rows = [*table.rows, *_per_engine(records), *_uses(records)]
-    return text_of(Table(table.names, tuple(rows)), records)
+    asked = Ranges()
+    for record in records:
+        asked = asked.with_(Ranges(**record["pdproxy"]["asked_of_engines"]))
+    beyond = extrapolated(fitted, asked)
+    warning = [] if beyond is None else ["", *beyond.lines]
+    return text_of(Table(table.names, tuple(rows)), records) + "".join(
+        f"{one}\n" for one in warning
+    )
 
 
 def _per_engine(records: Sequence[Record]) -> list[Row]:

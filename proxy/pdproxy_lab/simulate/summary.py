@@ -10,8 +10,10 @@ from typing import Any
 
 import msgspec
 
+from pdproxy.engine_model.fitted import Ranges
 from pdproxy_lab.bench.measures import PERCENTILES, Spread, spread_of
 from pdproxy_lab.bench.slo import BenchSlo
+from pdproxy_lab.simulate.asked import asked_of
 from pdproxy_lab.simulate.cluster import Cluster
 from pdproxy_lab.simulate.records import RequestTimes
 
@@ -55,6 +57,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Good requests by the name of the SLO. A refused request is none."""
     engines: int
     roles: dict[str, RoleUse]
+    asked: Ranges
+    """What it has asked of the engines: lengths, and how much they decode at once."""
     events: int
 
     def per_s(self, count: int) -> float:
@@ -81,6 +85,7 @@ def summarise(cluster: Cluster, slos: Sequence[BenchSlo]) -> Summary:
         good={slo.name: sum(kept(slo, records, n) for n in done) for slo in slos},
         engines=len(cluster.engines),
         roles=_roles(cluster, seconds),
+        asked=asked_of(cluster),
         events=cluster.events,
     )
 
@@ -123,7 +128,11 @@ def _roles(cluster: Cluster, seconds: float) -> dict[str, RoleUse]:
 
 
 def record_of(
-    summary: Summary, name: str, seed: int, slos: Sequence[BenchSlo], asked: Record
+    summary: Summary,
+    name: str,
+    seed: int,
+    slos: Sequence[BenchSlo],
+    asked: Record,
 ) -> Record:
     """Return the record of one run. `asked`: what was simulated, as it goes into the record."""
     first = summary.good[slos[0].name] if slos else None
@@ -171,6 +180,7 @@ def record_of(
             }
             for slo in slos
         ],
+        "asked_of_engines": dict(summary.asked.each()),
         "roles": {role: msgspec.structs.asdict(use) for role, use in summary.roles.items()},
         "errors": {"too long for the KV memory": failed} if failed else {},
         "remarks": [

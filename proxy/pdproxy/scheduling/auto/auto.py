@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pdproxy.engine_model.fitted import FittedRanges
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.auto.correction import Error, Handoff, Handoffs
 from pdproxy.scheduling.auto.costs import Costs, Look
@@ -20,6 +21,7 @@ from pdproxy.scheduling.auto.demand import Demand, DemandMeter
 from pdproxy.scheduling.auto.loads import PredictedLeg, PredictedLoad
 from pdproxy.scheduling.auto.roles import REVIEW_S, SETTLED_S, KeptEngines, typical
 from pdproxy.scheduling.auto.times import WorkTimes
+from pdproxy.scheduling.auto.traffic import SeenTraffic
 from pdproxy.scheduling.auto.view import EnginesView, Group, models_of
 from pdproxy.scheduling.auto.weights import WEIGHTS, Weights
 from pdproxy.scheduling.leases import Lease, Verdict
@@ -84,8 +86,9 @@ class AutoOptions:
 
     A request's own bounds go before. `cached`: None if nothing is known of caches. `assumed`:
     whether the times of an engine are generic ones; as long as one of these was not measured,
-    requests go to the engines with the least load. `corrects`: whether predictions are corrected by
-    what legs take. `refuses`: whether a request that no engine can begin in time is refused.
+    requests go to the engines with the least load. `fitted`: what an engine's times were fitted to,
+    None where nobody says. `corrects`: whether predictions are corrected by what legs take.
+    `refuses`: whether a request that no engine can begin in time is refused.
     """
 
     times_of: Callable[[LedgerEngine], tuple[Hardware, int]]
@@ -93,6 +96,7 @@ class AutoOptions:
     cached: Cached | None = None
     weights: Weights = WEIGHTS
     assumed: Callable[[LedgerEngine], bool] = lambda _: False
+    fitted: Callable[[LedgerEngine], FittedRanges | None] = lambda _: None
     corrects: bool = True
     refuses: bool = False
 
@@ -122,6 +126,7 @@ class Auto(Placement):
         self._whole_ttft, self._whole_tpot = Error(), Error()
         self._split_ttft, self._split_tpot = Error(), Error()
         self._looked_back = 0.0
+        self._traffic = SeenTraffic(options.fitted)
         self.splits = 0
         """Requests that were split."""
 
@@ -327,6 +332,8 @@ class Auto(Placement):
         """Do what is to be done now and then, while requests come."""
         self._handoffs.forget(now, now - self._looked_back)
         self._looked_back = now
+        loads = (self._seen(load.engine) for load in self._loads.values())
+        self._traffic.look(now, loads, self.outputs)
 
     def _as_least_load(self, view: EnginesView, candidates: Candidates) -> Placed | None:
         """Return the engines with the least load, None if enough was measured for predictions."""
@@ -459,11 +466,11 @@ class Auto(Placement):
         for group in self._groups.values():
             group.most_free = 0
 
-    def status(self) -> str | None:
+    def status(self, now: float) -> str | None:
         """See `Placement`."""
         unknown = [engine.url for engine in self._engines if not self._load(engine).known]
         if not unknown:
-            return None
+            return self._traffic.said(now)
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         return (
             f"no profile of {unknown[0]}{more}: until enough of their answers were measured, "
