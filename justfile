@@ -61,7 +61,8 @@ setup:
 # Make the locks anew with uv, for changed dependencies; UPGRADE=--upgrade moves all of them to their newest releases
 lock UPGRADE="":
     {{ LOCK }} {{ UPGRADE }} --extra test --extra build --extra site pyproject.toml -o requirements.lock
-    {{ LOCK }} {{ UPGRADE }} --constraint requirements.lock --extra kubernetes --extra tracing pyproject.toml -o requirements-image.lock
+    {{ LOCK }} {{ UPGRADE }} --constraint requirements.lock --extra kubernetes --extra tracing pyproject.toml -o requirements-image-tokenizer.lock
+    echo transformers | {{ LOCK }} {{ UPGRADE }} --constraint requirements.lock --excludes - --extra kubernetes --extra tracing pyproject.toml -o requirements-image.lock
     printf 'editables\nhatchling\n' | {{ LOCK }} {{ UPGRADE }} --constraint requirements.lock - -o requirements-build.lock
 
 # Start the engine that computes prompts

@@ -4,6 +4,7 @@ template that differs is found.
 
 import asyncio
 import json
+import sys
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from pdproxy.settings.schema import Settings
 from pdproxy.tokens.ids import TokenIds, from_numbers
 from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 from tests.fakes.client import request
+from tests.fakes.pool import pool
 from tests.fakes.tokenizer import Shelf, SimTokenizer
 from tests.fakes.world import (
     CHAT,
@@ -214,16 +216,40 @@ async def test_a_model_that_is_not_here() -> None:
 
 def test_a_folder_that_can_not_be_used() -> None:
     """It ends the start, in one line."""
-    pool = Pool(
-        tokenize="always",
-        tokenizer="/no/where",
-        nodes=(ConfiguredEngine(url="http://127.0.0.1:1", role="decode"),),
-    )
-    settings = Settings(pools=(pool,))
+    nodes = (ConfiguredEngine(url="http://127.0.0.1:1", role="decode"),)
+    settings = Settings(pools=(Pool(tokenize="always", tokenizer="/no/where", nodes=nodes),))
     with pytest.raises(
         SettingsError, match=r'^pools\[0\].tokenizer: "/no/where": is not a folder$'
     ):
         Proxy.build(settings)
+
+
+def test_nothing_tokenizes_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the smaller image: where tokenizing is asked for, the start ends, and says what is
+    missing.
+    """
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    nodes = (ConfiguredEngine(url="http://127.0.0.1:1", role="decode"),)
+    asked = Pool(tokenize="always", nodes=nodes)
+    missing = "needs transformers, which is not installed: "
+    with pytest.raises(SettingsError, match=rf"^pools\[0\].tokenize: always: {missing}"):
+        Proxy.build(Settings(pools=(asked,)))
+    named = msgspec.structs.replace(asked, tokenizer="/")
+    with pytest.raises(SettingsError, match=rf'^pools\[0\].tokenizer: "/": {missing}'):
+        Proxy.build(Settings(pools=(named,)))
+
+
+async def test_engines_tokenize_where_there_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connector that needs ids gets them of an engine, and the operator reads why."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    async with pool("lmcache-pd") as pair:
+        w = pair.world
+        assert not (await judged(w))[0].agrees
+        assert (await w.ask(COMPLETIONS, completion())).status == 200
+        assert w.metric("pdproxy_tokenize_total", source="engine", result="ok") == 1
+        ready = (await w.get("/ready")).body.decode()
+        assert "--target tokenizer, or pip install transformers" in ready
+        assert "name its folder" not in ready
 
 
 async def test_a_template_that_differs_is_found(caplog: pytest.LogCaptureFixture) -> None:

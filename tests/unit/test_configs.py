@@ -58,14 +58,21 @@ def dockerfile() -> list[Instruction]:
     return [Instruction(*line.split(maxsplit=1)) for line in text.splitlines() if line.strip()]
 
 
-def last_stage() -> list[Instruction]:
-    instructions = dockerfile()
-    start = max(at for at, one in enumerate(instructions) if one.name == "FROM")
-    return instructions[start:]
+def stages() -> dict[str, list[Instruction]]:
+    """The instructions of each stage, behind those of the stage that it begins with. The last stage
+    has no name.
+    """
+    found: dict[str, list[Instruction]] = {}
+    for one in dockerfile():
+        if one.name == "FROM":
+            base, _, name = one.rest.partition(" AS ")
+            found[name] = list(found.get(base, ()))
+        found[name].append(one)
+    return found
 
 
 def the(name: str) -> str:
-    (found,) = [one.rest for one in last_stage() if one.name == name]
+    (found,) = [one.rest for one in stages()[""] if one.name == name]
     return found
 
 
@@ -345,15 +352,26 @@ def test_the_service_has_the_time_and_the_files_that_the_default_settings_need()
 
 
 def test_the_image_is_built_on_pinned_versions() -> None:
-    bases = [one.rest.split()[0] for one in dockerfile() if one.name == "FROM"]
-    assert len(bases) == 2
-    assert len(set(bases)) == 1
-    assert re.fullmatch(r"python:3\.\d+(\.\d+)?-slim-[a-z]+", bases[0])
-    install = next(
-        one.rest for one in dockerfile() if one.name == "RUN" and " install " in one.rest
+    bases = {one.rest.split()[0] for one in dockerfile() if one.name == "FROM"}
+    (base,) = bases - stages().keys()
+    assert re.fullmatch(r"python:3\.\d+(\.\d+)?-slim-[a-z]+", base)
+
+
+def test_the_images_differ_in_what_tokenizes_alone() -> None:
+    """And in nothing that was forgotten."""
+    smaller, larger = stages()[""], stages()["tokenizer"]
+    assert (
+        [one.name for one in smaller[-2:]] == [one.name for one in larger[-2:]] == ["FROM", "COPY"]
     )
-    for lock in ("build", "image"):
-        assert f"--require-hashes -r requirements-{lock}.lock" in install
+    assert smaller[:-2] == larger[:-2]
+    for name, lock in (("build", "image"), ("build-tokenizer", "image-tokenizer")):
+        run = [one.rest for one in stages()[name] if one.name == "RUN"][-1]
+        assert f"--require-hashes -r requirements-{lock}.lock" in run
+    without, complete = (
+        pinned(f"requirements-{lock}.lock") for lock in ("image", "image-tokenizer")
+    )
+    assert without.items() < complete.items()
+    assert {"transformers", "tokenizers", "numpy", "huggingface-hub"} <= (complete.keys() - without)
 
 
 def pinned(lock: str) -> dict[str, tuple[str, list[str]]]:
@@ -369,9 +387,7 @@ def pinned(lock: str) -> dict[str, tuple[str, list[str]]]:
     }
 
 
-@pytest.mark.parametrize(
-    "lock", ["requirements.lock", "requirements-image.lock", "requirements-build.lock"]
-)
+@pytest.mark.parametrize("lock", sorted(path.name for path in ROOT.glob("requirements*.lock")))
 def test_a_lock_has_a_hash_for_every_file(lock: str) -> None:
     """Each package one at least, and the same version and hashes in all locks."""
     every, found = pinned("requirements.lock"), pinned(lock)
@@ -391,7 +407,8 @@ def test_the_locks_pin_all_that_is_installed() -> None:
 
     extras = project["optional-dependencies"]
     image = [*project["dependencies"], *extras["kubernetes"], *extras["tracing"]]
-    assert names(image) <= pinned("requirements-image.lock").keys()
+    assert names(image) <= pinned("requirements-image-tokenizer.lock").keys()
+    assert names(image) - {"transformers"} <= pinned("requirements-image.lock").keys()
     assert names(extras["build"]) <= pinned("requirements-build.lock").keys()
     installed = [*project["dependencies"], *extras["test"], *extras["build"], *extras["site"]]
     assert names(installed) <= pinned("requirements.lock").keys()

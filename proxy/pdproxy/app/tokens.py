@@ -79,17 +79,21 @@ def build_tokens(
     the proxy's key.
 
     Raises:
-        SettingsError: the tokenizer that the settings name can't be used.
+        SettingsError: the tokenizer that the settings name can't be used, or nothing can tokenize.
     """
     pool, deadlines = settings.pool, settings.deadlines
     if pool.tokenize == "off" or (pool.tokenize == "auto" and not needed and not wanted):
         return None
     named: LocalTokenizer | None = None
-    if pool.tokenizer is not None:
-        try:
+    setting = "tokenize: always"
+    try:
+        if pool.tokenizer is not None:
+            setting = f"tokenizer: {quote(pool.tokenizer)}"
             named = library.load(pool.tokenizer)
-        except UnusableError as error:
-            raise SettingsError(f"pools[0].tokenizer: {quote(pool.tokenizer)}: {error}") from None
+        elif pool.tokenize == "always":
+            local.check_installed()
+    except UnusableError as error:
+        raise SettingsError(f"pools[0].{setting}: {error}") from None
     threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
     canaries = Canaries(engines, admin, observers, threads, tokenizer=named, find=library.find)
     if own is not None:

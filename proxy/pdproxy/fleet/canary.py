@@ -27,7 +27,7 @@ from pdproxy.observe.events import Event, NodeChanged, Observers, TokenizerJudge
 from pdproxy.scheduling.ledger_engine import LedgerEngine
 from pdproxy.tokens.canaries import CANARIES, Agreement, CanaryIds, compare
 from pdproxy.tokens.chat import ContentFormat
-from pdproxy.tokens.errors import UnusableError
+from pdproxy.tokens.errors import NotInstalledError, UnusableError
 from pdproxy.tokens.tokenizer import LocalTokenizer
 from pdproxy.upstream.admin import EngineAdmin, ModelCard
 from pdproxy.wire.route import Route
@@ -353,7 +353,10 @@ class Canaries:
         except UnusableError as error:
             # the future that it came by refers to it, and a frame of it to the future
             drop_traceback(error)
-            return f"{truncate(root)}: {truncate(error)}: name its folder with `tokenizer`"
+            advice = ": name its folder with `tokenizer`"
+            if isinstance(error, NotInstalledError):
+                advice = ""
+            return f"{truncate(root)}: {truncate(error)}{advice}"
 
     async def _judged(self, model: str, answer: ModelAnswers) -> Judgement:
         found = answer.why or await self._usable(answer.root)

@@ -17,3 +17,7 @@ class RejectedError(Exception):
 
 class UnusableError(Exception):
     """A folder has no tokenizer that can be used. The message is one line."""
+
+
+class NotInstalledError(UnusableError):
+    """The library of tokenizers is not installed. The message says where it is."""

@@ -10,6 +10,7 @@ loaded, so that a proxy that doesn't tokenize doesn't pay for it. A model's own 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,12 @@ from pdproxy.tokens.chat import (
     refuse_unknown,
     text_of,
 )
-from pdproxy.tokens.errors import RejectedError, UnsureError, UnusableError
+from pdproxy.tokens.errors import (
+    NotInstalledError,
+    RejectedError,
+    UnsureError,
+    UnusableError,
+)
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.tokens.segment_cache import SegmentBoundaries, SegmentCache
 from pdproxy.wire.request import Parsed
@@ -204,6 +210,17 @@ class Tokenizer:
         return around[0] if around[0] == around[1] else None
 
 
+def check_installed() -> None:
+    """Raise NotInstalledError, in one line, if there is no library that tokenizes: the image has it
+    only as a variant.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise NotInstalledError(
+            "needs transformers, which is not installed: take the image that is built with "
+            "--target tokenizer, or pip install transformers"
+        )
+
+
 def load(path: str, *, capacity: int = CACHE_BYTES) -> Tokenizer:
     """Load the tokenizer of a model's folder. Never from the network.
 
@@ -241,6 +258,7 @@ def find(name: str, *, capacity: int = CACHE_BYTES) -> Tokenizer:
 
 
 def _loaded(name: str, capacity: int) -> Tokenizer:
+    check_installed()
     # A thread encodes one prompt at a time: the library's own threads would only be another pool.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
