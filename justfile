@@ -63,6 +63,7 @@ lock UPGRADE="":
     {{ LOCK }} {{ UPGRADE }} --extra test --extra build --extra site pyproject.toml -o requirements.lock
     {{ LOCK }} {{ UPGRADE }} --constraint requirements.lock --extra kubernetes --extra tracing pyproject.toml -o requirements-image-tokenizer.lock
     echo transformers | {{ LOCK }} {{ UPGRADE }} --constraint requirements.lock --excludes - --extra kubernetes --extra tracing pyproject.toml -o requirements-image.lock
+    printf 'cyclonedx-bom\n' | {{ LOCK }} {{ UPGRADE }} --constraint requirements.lock - -o requirements-release.lock
     printf 'editables\nhatchling\n' | {{ LOCK }} {{ UPGRADE }} --constraint requirements.lock - -o requirements-build.lock
 
 # Start the engine that computes prompts

@@ -79,6 +79,7 @@ def test_the_sdist_holds_what_proves_it(made: tuple[Path, Path]) -> None:
     """Tests, the documents that they read, and the locks; nothing that git ignores."""
     with tarfile.open(made[0]) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
-    for wanted in ("tests/conftest.py", "docs/README.md", "requirements.lock", "CHANGELOG.md"):
-        assert wanted in names
+    tracked = (".ci/run", ".github/workflows/release.yml", "CHANGELOG.md", "docs/README.md")
+    locks = {one.name for one in ROOT.glob("*.lock")}
+    assert {*tracked, *locks, "tests/conftest.py"} <= names
     assert not [name for name in names if name.endswith(".pyc") or ".engines/" in name]
