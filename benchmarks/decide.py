@@ -33,7 +33,7 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,16 +42,15 @@ import msgspec
 from decide_table import line, plot, table
 from pdproxy.engine_model.profile import load
 from pdproxy_lab.bench.slo import parse_slo
-from pdproxy_lab.bench.trace import TraceEntry, read_trace, spread
+from pdproxy_lab.bench.trace import read_trace, spread
 from pdproxy_lab.bench.workload import Lengths
-from pdproxy_lab.plan.arrangement import CHUNKS, Arrangement, plain
+from pdproxy_lab.plan.arrangement import CHUNKS, STATIC, Arrangement, plain
 from pdproxy_lab.plan.bounds import bound, work_of
 from pdproxy_lab.plan.capacity import CapacitySearch, Level, place_of, rate_at
 from pdproxy_lab.plan.question import Drawn, Question, Traced
 from pdproxy_lab.plan.search import Result, levels, search
 from pdproxy_lab.simulate.cluster import Call
-from pdproxy_lab.simulate.load import TraceReplay
-from pdproxy_lab.simulate.placements import Hybrid, MakePlacement, auto, bounds_of
+from pdproxy_lab.simulate.placements import Hybrid, MakePlacement
 from pdproxy_lab.simulate.shape import Shape
 from plan_exhaustive import LENGTHS
 
@@ -103,27 +102,6 @@ class Alternating(msgspec.Struct, frozen=True, kw_only=True):
         ):
             now += chance.expovariate(1.0) * gap / mean / rate
             yield Call(number, now, prompt, output)
-
-
-class Slices(msgspec.Struct, frozen=True, kw_only=True):
-    """A trace's requests, with its own times stretched to the rate. Seeds 0 to 2 begin at its
-    thirds, others in their middle.
-    """
-
-    entries: Sequence[TraceEntry]
-    random = True
-
-    def calls(self, rate: float, requests: int, seed: int) -> Iterator[Call]:
-        """Return the requests of a seed, in the order in which they are due. `rate`: per second."""
-        first = (2 * (seed % 3) + (seed > 2)) * len(self.entries) // 6
-        entries, length = self.entries, self.entries[-1].time + 1.0
-        turned = [
-            *entries[first:],
-            *(msgspec.structs.replace(one, time=one.time + length) for one in entries[:first]),
-        ]
-        turned = turned[:requests]
-        own = (len(turned) - 1) / (turned[-1].time - turned[0].time)
-        return TraceReplay(entries=turned, scale=rate / own, requests=requests).calls(0)
 
 
 def main() -> None:
@@ -181,18 +159,6 @@ def _write(path: Path, results: dict[str, Any]) -> None:
     part.replace(path)
 
 
-class Later(msgspec.Struct, frozen=True, kw_only=True):
-    """A demand with other seeds: the first one is `seed`."""
-
-    demand: Drawn | Traced
-    seed: int
-    random = True
-
-    def calls(self, rate: float, requests: int, seed: int) -> Iterator[Call]:
-        """Return the requests of a seed, in the order in which they are due. `rate`: per second."""
-        return self.demand.calls(rate, requests, self.seed + seed)
-
-
 class _Cell:
     def __init__(self, name: str, arguments: argparse.Namespace, seed: int = 0) -> None:
         """Make a cell. `seed`: the first one."""
@@ -203,7 +169,7 @@ class _Cell:
         profile = load(PROFILE)
         limit = parse_slo(limits)
         self.question = Question(
-            demand=cast("Drawn", Later(demand=_demand(what, self.engines, arguments), seed=seed)),
+            demand=_demand(what, self.engines, arguments),
             slo=limit,
             share=share,
             hardware=profile.hardware,
@@ -215,8 +181,7 @@ class _Cell:
             chunks=CHUNKS,
             policies=("least_load",),
         )
-        placements = {"auto": auto(bounds_of(limit))}
-        placements |= {f"busy {legs}": _hybrid(legs=legs) for legs in BUSY}
+        placements = {f"busy {legs}": _hybrid(legs=legs) for legs in BUSY}
         placements |= {f"short {tokens}": _hybrid(tokens=tokens) for tokens in SHORT}
         self.prober = CapacitySearch(self.question, work_of(self.question), placements)
         requests = {
@@ -224,15 +189,21 @@ class _Cell:
             "alternate": CYCLES * sum(PHASE_REQUESTS) * self.engines,
         }.get(what)
         _, long = levels(self.question, self.engines, requests, self.seeds)
-        self.one, self.all = Level(long.requests, 1, STEP), Level(long.requests, self.seeds, 1)
+        self.one = Level(long.requests, 1, STEP, seed)
+        self.all = Level(long.requests, self.seeds, 1, seed)
         self.varies = what in ("trace", "alternate")
 
     def static(self) -> dict[str, Any]:
         """Search the static arrangements with one seed, run the best ones with all."""
         planned: Result = search(self.question, self.engines, requests=self.one.requests, seeds=1)
-        assert planned.best is not None
-        known = {one.arrangement: one.place for one in planned.found if one.exact}
-        guess = planned.best.place
+        assert planned.static is not None
+        plan = planned.static.arrangement
+        known = {
+            one.arrangement: one.place
+            for one in planned.found
+            if one.exact and one.arrangement.kind in STATIC
+        }
+        guess = planned.static.place
         policy = self.question.policies[0]
         for chunk in CHUNKS:
             self._try(plain(self.engines, chunk, policy), known, guess)
@@ -272,10 +243,7 @@ class _Cell:
                 "rate": _rate(sure[best]),
                 "arrangement": msgspec.to_builtins(best),
             },
-            "plan": {
-                "name": planned.best.arrangement.name,
-                "chunk": planned.best.arrangement.prefill_chunk or planned.best.arrangement.chunk,
-            },
+            "plan": {"name": plan.name, "chunk": plan.prefill_chunk or plan.chunk},
         }
 
     def _try(
@@ -319,7 +287,7 @@ def _demand(what: str, engines: int, arguments: argparse.Namespace) -> Drawn | T
             for one in spread(read_trace(arguments.trace))
             if one.input_tokens + one.output_tokens <= LONGEST
         ]
-        return cast("Drawn", Slices(entries=entries))
+        return Traced(entries=entries)
     inputs, outputs = LENGTHS[what]
     return Drawn(inputs=Lengths(inputs, inputs), outputs=Lengths(outputs, outputs))
 

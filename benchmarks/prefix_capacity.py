@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from decide import LONGEST, PROFILE, SLOS, Slices
+from decide import LONGEST, PROFILE, SLOS
 from pdproxy.engine_model.profile import load
 from pdproxy.scheduling.leases import Lease
 from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
@@ -32,6 +32,7 @@ from pdproxy.scheduling.policy import Ask, Policy, PolicyFactory
 from pdproxy_lab.bench.measures import spread_of
 from pdproxy_lab.bench.slo import BenchSlo, parse_slo
 from pdproxy_lab.bench.trace import read_trace, spread
+from pdproxy_lab.plan.question import Traced
 from pdproxy_lab.simulate.cluster import Cluster
 from pdproxy_lab.simulate.placements import auto, bounds_of
 from pdproxy_lab.simulate.shape import Fleet, Shape
@@ -116,7 +117,7 @@ class Comparison:
             for one in spread(read_trace(arguments.trace))
             if one.input_tokens + one.output_tokens <= LONGEST
         ]
-        self._demand = Slices(entries=entries)
+        self._demand = Traced(entries=entries)
 
     def cluster(self, chooser: str, rate: float, seed: int) -> Cluster:
         """Return a cluster that has served a seed's requests."""

@@ -16,6 +16,7 @@ from pdproxy_lab.plan.answer import AtRate, PlanAnswer, Sizes, answer
 from pdproxy_lab.plan.arrangement import plain
 from pdproxy_lab.plan.capacity import Level
 from pdproxy_lab.plan.plot import plot
+from pdproxy_lab.plan.question import Question
 from pdproxy_lab.plan.report import text
 from pdproxy_lab.plan.search import FoundArrangement, Result
 from tests.plan.questions import question
@@ -96,6 +97,30 @@ def test_it_says_to_split_and_why(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert found["other_reason"]["missed"]["tpot"] > 0.1
     assert found["extrapolated"] is None
     assert "not fitted" not in shown
+
+
+def test_it_says_to_decide_for_each_request_and_why(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.json"
+    load = ["--input-tokens", "500:12000", "--output-tokens", "50:600", "--requests", "500"]
+    load += ["--slo", "ttft=1s,tpot=8ms", "--seeds", "1", "--chunks", "512,8192", "--rate", "3"]
+    assert main(["plan", "--gpus", "2", *load, "--json", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Role any with auto: 2 engines of role any with --max-num-batched-")
+    assert lines[3].startswith("Why: the best one whose engines keep their roles (")
+    assert lines[5].startswith("     auto / best static = 1.")
+    assert lines[6].startswith("     It splits ")
+    found = json.loads(file.read_text())
+    assert found["plan"] == found["auto"] == found["alternatives"][0]
+    assert (found["plan"]["any"], found["plan"]["policy"], found["split"]) == (2, "auto", False)
+    assert found["other_kind"] == found["static"] != found["auto"]
+    gain = found["auto"]["capacity"] / found["static"]["capacity"]
+    assert found["auto_to_static"] == pytest.approx(gain)
+    assert min(gain, found["auto_to_static_other_seeds"]) > 1.02
+    assert 0 < found["auto_splits"] < 1
+    assert found["auto_asked"] == found["asked"] != found["static_asked"]
+    assert found["static_asked"]["rate"] == 3
 
 
 def test_a_rate_that_is_too_high_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,10 +237,11 @@ def test_a_split_by_a_profile_of_one_engine_alone_is_doubted(
     )
     file = tmp_path / "alone.json"
     file.write_bytes(msgspec.json.encode(alone))
-    assert main(["plan", "--gpus", "2", *LOAD, *TIGHT, "--profile", str(file)]) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("Split: ")
-    assert NO_HANDOFFS in shown
+    for gpus, begin in ((2, "Role any with auto: "), (4, "Split: ")):
+        assert main(["plan", "--gpus", str(gpus), *LOAD, *TIGHT, "--profile", str(file)]) == 0
+        shown = capsys.readouterr().out
+        assert shown.startswith(begin)
+        assert NO_HANDOFFS in shown
 
 
 def test_a_chunk_below_max_num_seqs_needs_both_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,6 +367,24 @@ def test_a_trace_with_one_time_needs_arrivals_and_a_rate(
         main(["plan", "--trace", str(trace), "--arrivals", "poisson", "--gpus", "1", *LOOSE]) == 0
     )
     assert "Don't split: 1 plain engine with" in capsys.readouterr().out
+
+
+def test_prefix_is_searched_too_where_prompts_share_beginnings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Question] = []
+
+    def noted(question: Question, *_: object, **__: object) -> None:
+        asked.append(question)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pdproxy_lab.plan.search.search", noted)
+    line = ["plan", "--gpus", "2", *LOOSE]
+    trace = ["--trace", str(write_trace(tmp_path / "trace.jsonl")), "--spread"]
+    for more in ([], trace, [*trace, "--policy", "session"]):
+        assert main([*line, *more]) == 130
+    both = ("least_load", "prefix")
+    assert [one.policies for one in asked] == [("least_load",), both, ("session",)]
 
 
 def test_an_interrupt_ends_the_command(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdproxy_lab.bench.trace import TraceEntry
-from pdproxy_lab.plan.arrangement import Arrangement, everything, neighbours, plain, split
+from pdproxy_lab.plan.arrangement import Arrangement, any_role, everything, neighbours, plain, split
 from pdproxy_lab.plan.bounds import bound, work_of
 from pdproxy_lab.plan.capacity import CapacitySearch, Level, place_of, rate_at
 from pdproxy_lab.plan.question import Traced, steady
@@ -19,7 +21,8 @@ P = ("least_load",)
 @pytest.mark.parametrize("engines", [1, 2, 5])
 def test_everything_is_each_arrangement_once(engines: int) -> None:
     found = list(everything(engines, CHUNKS, P))
-    assert len(found) == len(set(found)) == 3 + 9 * (engines - 1)
+    several = engines > 1
+    assert len(found) == len(set(found)) == 3 + 9 * (engines - 1) + 3 * several
     assert all(one.engines == one.fleet.engines == engines for one in found)
 
 
@@ -33,18 +36,14 @@ def test_neighbours_differ_and_are_mutual(one: Arrangement) -> None:
 
 
 def test_all_arrangements_of_a_kind_are_reached_by_neighbours() -> None:
-    for start in (plain(4, 2048, "a"), split(1, 3, 512, 512, "a")):
+    for start in (plain(4, 2048, "a"), split(1, 3, 512, 512, "a"), any_role(4, 8192)):
         seen, left = {start}, [start]
         while left:
             for one in neighbours(left.pop(), CHUNKS, ("a", "b")):
                 if one not in seen:
                     seen.add(one)
                     left.append(one)
-        assert seen == {
-            one
-            for one in everything(4, CHUNKS, ("a", "b"))
-            if bool(one.prefill) is bool(start.prefill)
-        }
+        assert seen == {one for one in everything(4, CHUNKS, ("a", "b")) if one.kind == start.kind}
 
 
 @given(st.floats(1e-3, 1e5))
@@ -120,6 +119,7 @@ def test_a_queue_that_grows_never_keeps_the_slo(slo: str, inputs: int, ttft: flo
     asked = question(slo, inputs)
     found = steady(asked)
     assert found.slo.ttft == ttft
+    assert (found.objective or found.slo) == asked.slo
     assert (found.slo.gap, found.slo.tpot) == (asked.slo.gap, asked.slo.tpot)
     assert (found.slo.name == slo) is (asked.slo.ttft == ttft)
 
@@ -136,3 +136,13 @@ def test_a_trace_is_stretched_to_a_rate() -> None:
     ]
     slow, fast = ([one.due for one in poisson.calls(rate, 20, 0)] for rate in (1.0, 10.0))
     assert slow == pytest.approx([10 * time for time in fast])
+
+
+def test_each_seed_begins_elsewhere_in_a_trace_at_the_asked_rate() -> None:
+    entries = [TraceEntry(10.0 + number, 600 + number, 5) for number in range(90)]
+    demand = Traced(entries=entries)
+    for seed, first in ((0, 600), (1, 630), (2, 660), (3, 615), (4, 645)):
+        calls = list(demand.calls(5.0, 60, seed))
+        assert [calls[0].prompt, len(calls)] == [first, 60]
+        assert calls[-1].due == pytest.approx(59 / 5.0)
+        assert all(one.due <= other.due for one, other in pairwise(calls))

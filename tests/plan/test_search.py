@@ -9,10 +9,12 @@ import pytest
 
 from pdproxy_lab.bench.trace import TraceEntry
 from pdproxy_lab.bench.workload import Lengths
-from pdproxy_lab.plan.arrangement import Arrangement, plain, split
+from pdproxy_lab.plan.answer import answer
+from pdproxy_lab.plan.arrangement import Arrangement, ArrangementKind, any_role, plain, split
 from pdproxy_lab.plan.bounds import work_of
 from pdproxy_lab.plan.capacity import CapacitySearch, Level, rate_at
 from pdproxy_lab.plan.question import Drawn, Question, Traced, steady
+from pdproxy_lab.plan.report import text
 from pdproxy_lab.plan.search import MAX_GPUS, exhaustive, gpus_for, search
 from tests.plan.questions import REQUESTS, question
 
@@ -52,8 +54,11 @@ def test_the_plan_is_as_good_as_the_best_of_all_and_splits_or_not(
     assert found.best is not None
     assert best.best is not None
     assert found.best.rate >= 0.95 * best.best.rate
-    assert found.searched < best.searched == 3 + 3 * 9
-    assert (found.best.arrangement.prefill > 0) is splits
+    assert found.searched < best.searched == 3 + 3 * 9 + 3
+    assert found.static is not None
+    assert best.static is not None
+    assert found.static.rate >= 0.95 * best.static.rate
+    assert (found.static.arrangement.kind == "split") is splits
 
 
 def test_an_engine_with_a_long_way_for_kv_is_not_split() -> None:
@@ -166,3 +171,69 @@ def test_the_number_of_gpus_is_the_smallest_that_serves_the_rate() -> None:
 def test_too_many_gpus_are_refused() -> None:
     with pytest.raises(ValueError, match=f"more than {MAX_GPUS} GPUs"):
         gpus_for(question(A), 5000.0)
+
+
+@pytest.mark.parametrize(
+    ("places", "others", "kind", "said"),
+    [
+        ({"plain": 100, "split": 102, "auto": 103}, {}, "auto", "auto / best static = 1.03, and "),
+        (
+            {"plain": 100, "split": 103, "auto": 105},
+            {},
+            "split",
+            " = 1.02.\n     It must serve over",
+        ),
+        ({"plain": 100, "split": 90, "auto": 99}, {}, "plain", " best static = 0.99.\n\n"),
+        (
+            {"plain": 100, "split": 90, "auto": 120},
+            {"plain": 120, "split": 0, "auto": 122},
+            "plain",
+            " = 1.22, and 1.02 with other seeds.\n     It must serve over 2 % more with both, ",
+        ),
+        ({"plain": 100, "split": 90}, {}, "plain", "Role any with auto keeps the SLO at no rate."),
+        ({"auto": 100}, {}, "auto", "Why: no static arrangement keeps the SLO at any rate.\n"),
+    ],
+)
+def test_auto_is_the_answer_if_it_is_worth_it_with_other_seeds_too(
+    places: dict[ArrangementKind, int],
+    others: dict[ArrangementKind, int],
+    kind: ArrangementKind,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seeds: set[range] = set()
+
+    def passes(_: CapacitySearch, one: Arrangement, level: Level, place: int) -> bool:
+        seeds.add(level.all_seeds)
+        known = others if others and level.first else places
+        return place <= known.get(one.kind, -(10**6))
+
+    monkeypatch.setattr(CapacitySearch, "passes", passes)
+    found = search(question(A), 2, requests=20, seeds=3)
+    assert found.best is not None
+    assert found.best.arrangement.kind == kind
+    worth = found.static is not None and places.get("auto", 0) > (found.static.place or 0) + 2
+    assert (range(3, 6) in seeds) is (found.other_seeds is not None) is worth
+    assert said in text(answer(question(A), found, None))
+
+
+def test_auto_knows_the_slo_that_was_asked_for_and_no_limit_that_was_added() -> None:
+    """A limit of TTFT is added to judge queues by."""
+    asked = question("tpot=8ms", 2000, 64)
+    one, level = any_role(2, 2048), Level(200, 1, 1)
+    told, judged = (
+        CapacitySearch(every, work_of(every)).at(one, level, 25.0)[0]
+        for every in (steady(asked), msgspec.structs.replace(steady(asked), objective=None))
+    )
+    plain_slo = CapacitySearch(asked, work_of(asked)).at(one, level, 25.0)[0]
+    assert told.tpot == plain_slo.tpot
+    assert told.tpot != judged.tpot
+
+
+def test_lengths_of_all_kinds_are_served_better_if_auto_decides() -> None:
+    demand = Drawn(inputs=Lengths(500, 12_000), outputs=Lengths(50, 600))
+    found = search(question("ttft=1s,tpot=8ms", demand=demand), 2, requests=800, seeds=1)
+    assert found.best is not None
+    assert found.best == found.auto
+    assert found.static is not None
+    assert found.best.rate > 1.1 * found.static.rate

@@ -10,12 +10,9 @@ import pytest
 
 from pdproxy.scheduling.ledger_engine import Role
 from pdproxy_lab.bench import figure
-from pdproxy_lab.bench.trace import TraceEntry
 from pdproxy_lab.plan.capacity import Level
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import itertools
 
 import decide
 import decide_cost
@@ -32,18 +29,6 @@ def test_the_alternating_load_has_the_same_requests_at_each_rate() -> None:
     first, second = slow[74].due, slow[224].due - slow[74].due
     assert first == pytest.approx(second, rel=0.5)
     assert [one.due for one in load.calls(1.0, 450, 1)] != [one.due for one in slow]
-
-
-def test_each_seed_has_another_part_of_the_trace_at_the_asked_rate() -> None:
-    entries = [
-        TraceEntry(10.0 + number, 600 + number, 5, (number, 100 + number)) for number in range(90)
-    ]
-    load = decide.Slices(entries=entries)
-    for seed, first in ((0, 600), (1, 630), (2, 660), (3, 615), (4, 645)):
-        calls = list(load.calls(5.0, 60, seed))
-        assert [calls[0].prompt, len(calls)] == [first, 60]
-        assert calls[-1].due == pytest.approx(59 / 5.0)
-        assert all(one.due <= other.due for one, other in itertools.pairwise(calls))
 
 
 def test_a_cell_is_run_once_and_shown(

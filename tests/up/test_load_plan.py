@@ -39,8 +39,9 @@ async def test_plan_itself_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     words = "\n".join(plan.reasons)
     assert "`pdproxy plan` for this load: " in words
     assert "  This keeps ttft=500ms,tpot=15ms for 90 % of the requests up to " in words
-    assert "  Why: the best one that " in words
-    assert plan.roles in ({"aggregated"}, {"prefill", "decode"})
+    assert "  Why: the best " in words
+    assert "auto / best static = " in words
+    assert plan.roles in ({"aggregated"}, {"prefill", "decode"}, {"any"})
     assert set(plan.chunks.values()) == {2048}
 
 
@@ -67,8 +68,11 @@ def stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     return made
 
 
-def best(prefill: int, decode: int, aggregated: int, chunk: int, other: int | None) -> Any:
+def best(
+    prefill: int, decode: int, aggregated: int, chunk: int, other: int | None, some: int = 0
+) -> Any:
     return {
+        "any": some,
         "prefill": prefill,
         "decode": decode,
         "aggregated": aggregated,
@@ -82,6 +86,7 @@ def best(prefill: int, decode: int, aggregated: int, chunk: int, other: int | No
     [
         (best(3, 5, 0, 512, 8192), "3P5D", {"prefill": 8192, "decode": 512}),
         (best(0, 0, 8, 1024, None), "8A", {"aggregated": 1024}),
+        (best(0, 0, 0, 4096, None, 8), "any", {"any": 4096}),
         (None, "auto", {}),
     ],
 )

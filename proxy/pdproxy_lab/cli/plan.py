@@ -42,9 +42,11 @@ _MAX_GPUS = 64
 _MAX_REQUESTS = 20_000
 _MAX_CHUNKS = 8
 _POLICY = "least_load"
-"""What is searched unless others are named: in virtual time no other policy knows more, and each
-one multiplies the search.
+"""What is searched unless others are named: in virtual time no other policy knows more, but of
+prefix caches, and each one makes the search longer.
 """
+_SHARED = "prefix"
+"""What is searched beside it if prompts share beginnings: `auto` knows the caches, too."""
 _KINDS = tuple(kind for kind in KINDS if kind != "ramp")
 
 
@@ -58,7 +60,8 @@ def add(commands: Commands, summary: str) -> None:
         "of "
         "a "
         "load within an SLO: "
-        "plain engines, or prefill and decode engines, with which --max-num-batched-tokens. "
+        "plain engines, prefill and decode engines, or engines of role any for which the placement "
+        "auto decides, with which --max-num-batched-tokens. "
         "Nothing is sent. It takes some "
         "seconds, and minutes for many GPUs. The exit code is 0, 1 if no arrangement keeps the "
         "SLO at any rate, 2 if the options "
@@ -138,7 +141,8 @@ def _add_engines(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         choices=policies.names(),
         action="append",
-        help=f"how engines may be chosen: {known}; may be repeated (default: {_POLICY})",
+        help=f"how engines that keep their roles may be chosen: {known}; may be repeated "
+        f"(default: {_POLICY}, and {_SHARED} for a trace whose prompts share beginnings)",
     )
     add_engine_limits(group)
 
@@ -257,19 +261,27 @@ def _question(arguments: argparse.Namespace) -> Question:
 
     with as_settings_error("--profile: "):
         profile = load(arguments.profile)
-    limits = profile.engine
+    limits, demand = profile.engine, _demand(arguments)
     with as_settings_error(""):
         return Question(
-            demand=_demand(arguments),
+            demand=demand,
             slo=arguments.slo,
             share=arguments.share / 100,
             hardware=profile.hardware,
             shape=shape_of(arguments, limits, limits.max_num_batched_tokens),
             chunks=arguments.chunks,
-            policies=tuple(dict.fromkeys(arguments.policy or (_POLICY,))),
+            policies=tuple(dict.fromkeys(arguments.policy or _policies(demand))),
             max_model_len=limits.max_model_len,
             fitted=profile.fitted,
         )
+
+
+def _policies(demand: Demand) -> tuple[str, ...]:
+    from pdproxy_lab.plan.question import Traced
+
+    if isinstance(demand, Traced) and any(entry.hash_ids for entry in demand.entries):
+        return (_POLICY, _SHARED)
+    return (_POLICY,)
 
 
 def _demand(arguments: argparse.Namespace) -> Demand:

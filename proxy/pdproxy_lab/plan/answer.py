@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from pdproxy.engine_model.fitted import Extrapolated, Ranges, extrapolated
-from pdproxy_lab.plan.arrangement import Arrangement, plain
+from pdproxy_lab.plan.arrangement import Arrangement, ArrangementKind, plain
 from pdproxy_lab.plan.bounds import work_of
 from pdproxy_lab.plan.capacity import GRID, CapacitySearch, Level
 from pdproxy_lab.plan.question import SAMPLE, Question
@@ -79,8 +79,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the report needs. `other`: the best arrangement of the other kind, plain or
-    split.
+    """All that the report needs. `other`: the best static arrangement if `auto` is the best,
+    otherwise the best static one of the other kind, plain or split.
     """
 
     question: Question
@@ -88,6 +88,9 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
     best: FoundArrangement | None
     other: FoundArrangement | None
     asked: AtRate | None
+    """What the best one does at the rate that was asked for."""
+    beside: AtRate | None = None
+    """What the best static one does there if `auto` is the best, or the other way round."""
     reason: LimitReason | None
     """Of the best one."""
     other_reason: LimitReason | None
@@ -96,11 +99,22 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """If there is no best one."""
     extrapolated: Extrapolated | None = None
     """What the best ones of both kinds need of the profile that it was not fitted to."""
+    auto_splits: float | None = None
+    """The part of the requests that `auto` splits at its capacity, if it is the best."""
 
     @property
     def splits(self) -> bool:
-        """Whether the answer is to split."""
-        return self.best is not None and bool(self.best.arrangement.prefill)
+        """Whether the answer is to split all prompts."""
+        return self._kind == "split"
+
+    @property
+    def decides(self) -> bool:
+        """Whether the answer is that `auto` decides for each request."""
+        return self._kind == "auto"
+
+    @property
+    def _kind(self) -> ArrangementKind | None:
+        return None if self.best is None else self.best.arrangement.kind
 
 
 def answer(question: Question, result: Result, rate: float | None) -> PlanAnswer:
@@ -108,7 +122,12 @@ def answer(question: Question, result: Result, rate: float | None) -> PlanAnswer
     for; None: none.
     """
     best = result.best
-    other = None if best is None else best_of(result.found, prefill=not best.arrangement.prefill)
+    kind = None if best is None else best.arrangement.kind
+    if kind == "auto":
+        other, beside = result.static, result.static
+    else:
+        other = best_of(result.found, "plain" if kind == "split" else "split")
+        beside = result.auto
     prober = CapacitySearch(question, work_of(question))
     return PlanAnswer(
         question=question,
@@ -116,6 +135,7 @@ def answer(question: Question, result: Result, rate: float | None) -> PlanAnswer
         best=best,
         other=other,
         asked=None if best is None or rate is None else _at_rate(prober, best, result, rate),
+        beside=None if beside is None or rate is None else _at_rate(prober, beside, result, rate),
         reason=None if best is None else _reason(prober, best, result.level),
         other_reason=None if other is None else _reason(prober, other, result.level),
         sizes=_sizes(question),
@@ -123,7 +143,19 @@ def answer(question: Question, result: Result, rate: float | None) -> PlanAnswer
         extrapolated=_extrapolated(
             prober, result.level, [one for one in (best, other) if one is not None]
         ),
+        auto_splits=_splits(prober, best, result.level)
+        if best is not None and kind == "auto"
+        else None,
     )
+
+
+def _splits(prober: CapacitySearch, auto: FoundArrangement, level: Level) -> float:
+    run = prober.at(auto.arrangement, _one_run(level), auto.rate)[0]
+    return run.splits / run.requests
+
+
+def _one_run(level: Level) -> Level:
+    return Level(level.requests, 1, 1)
 
 
 def _extrapolated(
@@ -137,7 +169,7 @@ def _extrapolated(
         return None
     asked = Ranges()
     for one in found:
-        (run,) = prober.at(one.arrangement, Level(level.requests, 1, 1), one.rate)
+        (run,) = prober.at(one.arrangement, _one_run(level), one.rate)
         asked = asked.with_(run.asked)
     return extrapolated(fitted, asked)
 
@@ -166,22 +198,22 @@ def _missed(run: Summary) -> dict[str, float]:
     return {name: 1 - good / run.requests for name, good in run.good.items() if name != "all"}
 
 
-def _at_rate(prober: CapacitySearch, best: FoundArrangement, result: Result, rate: float) -> AtRate:
-    runs = prober.at(best.arrangement, result.level, rate)
+def _at_rate(
+    prober: CapacitySearch, found: FoundArrangement, result: Result, rate: float
+) -> AtRate:
+    runs = prober.at(found.arrangement, result.level, rate)
     share = sum(run.good["all"] for run in runs) / sum(run.requests for run in runs)
     return AtRate(
         rate=rate,
         share=share,
         goodput_per_gpu=rate * share / result.gpus,
-        headroom=best.rate / rate - 1,
+        headroom=found.rate / rate - 1,
         kept=share >= prober.question.share - 1e-9,
     )
 
 
 def _reason(prober: CapacitySearch, found: FoundArrangement, level: Level) -> LimitReason:
-    run: Summary = prober.at(found.arrangement, Level(level.requests, 1, 1), found.rate * _BEYOND)[
-        0
-    ]
+    run: Summary = prober.at(found.arrangement, _one_run(level), found.rate * _BEYOND)[0]
     return LimitReason(
         missed=_missed(run),
         busy={role: use.busy for role, use in run.roles.items()},
@@ -208,6 +240,7 @@ def as_json(found: PlanAnswer) -> dict[str, Any]:
         "other_reason": None
         if found.other_reason is None
         else msgspec.structs.asdict(found.other_reason),
+        **_auto_and_static(found),
         "at_a_low_rate": None
         if found.hopeless is None
         else {"rate": found.hopeless.rate, "missed": found.hopeless.missed},
@@ -223,6 +256,29 @@ def as_json(found: PlanAnswer) -> dict[str, Any]:
     }
 
 
+def _auto_and_static(found: PlanAnswer) -> dict[str, Any]:
+    result = found.result
+    auto, static, others = result.auto, result.static, result.other_seeds
+    asked = None if found.asked is None else msgspec.structs.asdict(found.asked)
+    beside = None if found.beside is None else msgspec.structs.asdict(found.beside)
+    return {
+        "static": None if static is None else _entry(static, result.gpus),
+        "static_asked": beside if found.decides else asked,
+        "auto": None if auto is None else _entry(auto, result.gpus),
+        "auto_asked": asked if found.decides else beside,
+        "auto_splits": found.auto_splits,
+        "auto_to_static": ratio(auto, static),
+        "auto_to_static_other_seeds": None if others is None else ratio(others.auto, others.static),
+    }
+
+
+def ratio(one: FoundArrangement | None, other: FoundArrangement | None) -> float | None:
+    """Return how many times the other one's rate an arrangement serves; None: one serves none."""
+    if one is None or other is None or not other.rate:
+        return None
+    return one.rate / other.rate
+
+
 def _entry(one: FoundArrangement, gpus: int) -> dict[str, Any]:
     this: Arrangement = one.arrangement
     return {
@@ -230,6 +286,7 @@ def _entry(one: FoundArrangement, gpus: int) -> dict[str, Any]:
         "prefill": this.prefill,
         "decode": this.decode,
         "aggregated": this.aggregated,
+        "any": this.any,
         "max_num_batched_tokens": this.chunk,
         "prefill_max_num_batched_tokens": this.prefill_chunk or None,
         "policy": this.policy,

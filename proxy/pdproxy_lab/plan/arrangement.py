@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import msgspec
 
 from pdproxy.scheduling.ledger_engine import Role
 from pdproxy_lab.simulate.shape import Fleet, Shape
 
+ArrangementKind = Literal["plain", "split", "auto"]
+STATIC: tuple[ArrangementKind, ArrangementKind] = ("plain", "split")
+"""Kinds whose engines keep their roles."""
+AUTO = "auto"
+"""The policy of engines of role `any`: the placement of this name."""
 CHUNKS = (512, 1024, 2048, 4096, 8192)
 """Values of `--max-num-batched-tokens` that are tried by default."""
 
 
 class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
-    """Either all engines plain, or prefill and decode engines, or all of role `any`, for
-    placements.
+    """Either all engines plain, or prefill and decode engines, or all of role `any`, for the
+    placement `auto`.
 
     The proxy splits all prompts of a pool that has prefill and decode engines, unless its placement
     decides.
@@ -38,6 +44,13 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
         return self.aggregated + self.prefill + self.decode + self.any
 
     @property
+    def kind(self) -> ArrangementKind:
+        """Whether its engines are plain, split, or of role `any`."""
+        if self.any:
+            return "auto"
+        return "split" if self.prefill else "plain"
+
+    @property
     def fleet(self) -> Fleet:
         """As `simulate` takes it."""
         return Fleet(
@@ -54,7 +67,7 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Such as `8 plain` or `5P3D`."""
+        """Such as `8 plain`, `5P3D` or `8 any`."""
         if self.any:
             return f"{self.any} any"
         return f"{self.prefill}P{self.decode}D" if self.prefill else f"{self.aggregated} plain"
@@ -65,11 +78,11 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
         return f"P {self.prefill_chunk}, D {self.chunk}" if self.prefill else str(self.chunk)
 
     @property
-    def rank(self) -> tuple[int, int, int, str]:
-        """The order of arrangements that are equally good: plain ones first, then those with larger
-        chunks.
+    def rank(self) -> tuple[int, int, int, int, str]:
+        """The order of arrangements that are equally good: plain ones first, then split ones, then
+        those with larger chunks.
         """
-        return (self.prefill, -self.prefill_chunk, -self.chunk, self.policy)
+        return (self.any, self.prefill, -self.prefill_chunk, -self.chunk, self.policy)
 
 
 def plain(engines: int, chunk: int, policy: str) -> Arrangement:
@@ -84,6 +97,11 @@ def split(prefill: int, decode: int, prefill_chunk: int, chunk: int, policy: str
     )
 
 
+def any_role(engines: int, chunk: int) -> Arrangement:
+    """Return engines of role `any`: `auto` decides for each request where it runs."""
+    return Arrangement(any=engines, chunk=chunk, policy=AUTO)
+
+
 def everything(
     engines: int, chunks: Sequence[int], policies: Sequence[str]
 ) -> Iterator[Arrangement]:
@@ -94,6 +112,8 @@ def everything(
             for prefill in range(1, engines):
                 for prefill_chunk in chunks:
                     yield split(prefill, engines - prefill, prefill_chunk, chunk, policy)
+    if engines > 1:
+        yield from (any_role(engines, chunk) for chunk in chunks)
 
 
 def neighbours(
@@ -103,10 +123,10 @@ def neighbours(
     the policy.
 
     Of decode engines only the next chunk size, larger and smaller: they compute one token of each
-    prompt.
+    prompt. Of engines of role `any` too: `auto` makes the best of each size.
     """
     replace = msgspec.structs.replace
-    for policy in policies:
+    for policy in policies if one.kind in STATIC else ():
         if policy != one.policy:
             yield replace(one, policy=policy)
     for more in (1, -1):
@@ -116,9 +136,10 @@ def neighbours(
         yield from (
             replace(one, prefill_chunk=chunk) for chunk in chunks if chunk != one.prefill_chunk
         )
+    if one.kind == "plain":
+        yield from (replace(one, chunk=chunk) for chunk in chunks if chunk != one.chunk)
+    else:
         place = chunks.index(one.chunk)
         yield from (
             replace(one, chunk=chunks[at]) for at in (place - 1, place + 1) if 0 <= at < len(chunks)
         )
-    else:
-        yield from (replace(one, chunk=chunk) for chunk in chunks if chunk != one.chunk)

@@ -18,11 +18,11 @@ import msgspec
 
 from pdproxy.scheduling.ledger_engine import Role
 from pdproxy_lab.bench.slo import BenchSlo
-from pdproxy_lab.plan.arrangement import Arrangement
+from pdproxy_lab.plan.arrangement import AUTO, Arrangement
 from pdproxy_lab.plan.bounds import Work, bound
 from pdproxy_lab.plan.question import Question
 from pdproxy_lab.simulate.cluster import Cluster, NoProgressError
-from pdproxy_lab.simulate.placements import MakePlacement
+from pdproxy_lab.simulate.placements import MakePlacement, auto, bounds_of
 from pdproxy_lab.simulate.records import RequestTimes
 from pdproxy_lab.simulate.summary import Summary, kept, summarise
 
@@ -35,13 +35,19 @@ _ABOVE = 1.25
 
 
 class Level(msgspec.Struct, frozen=True):
-    """How exact capacities are: requests per run, runs with different seeds, and the distance of
-    rates, in steps of the grid.
+    """How exact capacities are: requests per run, runs with different seeds, the distance of rates,
+    in steps of the grid, and the first seed.
     """
 
     requests: int
     seeds: int
     step: int
+    first: int = 0
+
+    @property
+    def all_seeds(self) -> range:
+        """The seeds of its runs."""
+        return range(self.first, self.first + self.seeds)
 
 
 def rate_at(place: int) -> float:
@@ -56,13 +62,14 @@ def place_of(rate: float) -> int:
 
 class CapacitySearch:
     """Simulates arrangements, and remembers what it found. `placements`: what an arrangement's
-    policy may name, too.
+    policy may name beside `auto`.
     """
 
     def __init__(
         self, question: Question, work: Work, placements: Mapping[str, MakePlacement] = _NONE
     ) -> None:
-        self.question, self.work, self._placements = question, work, placements
+        self.question, self.work = question, work
+        self._placements = {AUTO: auto(bounds_of(question.objective or question.slo)), **placements}
         self.runs = 0
         """Simulations so far."""
         self._passed: dict[tuple[Arrangement, Level, int], bool] = {}
@@ -121,7 +128,7 @@ class CapacitySearch:
             if value is not None
         ]
         found = []
-        for seed in range(level.seeds):
+        for seed in level.all_seeds:
             cluster = self._cluster(one)
             with contextlib.suppress(NoProgressError):  # what has not ended by then is not good
                 cluster.run(question.demand.calls(rate, level.requests, seed))
@@ -134,7 +141,7 @@ class CapacitySearch:
         count = _Count(
             self.question.slo, needed=math.ceil(total * self.question.share - 1e-9), total=total
         )
-        for seed in range(level.seeds):
+        for seed in level.all_seeds:
             cluster = self._cluster(one)
             cluster.records = _Watched(count)
             self.runs += 1

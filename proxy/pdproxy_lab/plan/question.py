@@ -45,8 +45,8 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Traced(msgspec.Struct, frozen=True, kw_only=True):
-    """A trace's requests, from its beginning. Without `kind` its own times are stretched to the
-    rate.
+    """A trace's requests. Without `kind` its own times are stretched to the rate, and a seed begins
+    elsewhere in the trace: 0 to 2 at its thirds, others in their middle.
     """
 
     entries: Sequence[TraceEntry]
@@ -74,13 +74,24 @@ class Traced(msgspec.Struct, frozen=True, kw_only=True):
         return (len(entries) - 1) / time if time else None
 
     def calls(self, rate: float, requests: int, seed: int) -> Iterator[Call]:
-        """Return the first requests, in the order in which they are due. `rate`: per second."""
-        entries = self.entries[:requests]  # each run looks at all that it is given
+        """Return the requests of a seed, in the order in which they are due. `rate`: per second."""
         if self.kind is not None:
+            entries = self.entries[:requests]  # each run looks at all that it is given
             arrivals = Arrivals(kind=self.kind, rate=rate, burstiness=self.burstiness)
             return TraceReplay(entries=entries, arrivals=arrivals, requests=requests).calls(seed)
+        entries = self._from((2 * (seed % 3) + (seed > 2)) * len(self.entries) // 6)[:requests]
         own = self._own_rate(entries) or self._own_rate(self.entries) or 1.0
         return TraceReplay(entries=entries, scale=rate / own, requests=requests).calls(seed)
+
+    def _from(self, first: int) -> Sequence[TraceEntry]:
+        """Return the whole trace, with the requests before `first` behind the others."""
+        entries = self.entries
+        if not first:
+            return entries
+        rate = self._own_rate(entries) or 1.0
+        length = entries[-1].time - entries[0].time + 1 / rate
+        later = (msgspec.structs.replace(one, time=one.time + length) for one in entries[:first])
+        return [*entries[first:], *later]
 
 
 Demand = Drawn | Traced
@@ -100,6 +111,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     chunks: tuple[int, ...]
     """Ascending."""
     policies: tuple[str, ...]
+    objective: BenchSlo | None = None
+    """The SLO of which the placement `auto` knows; None: `slo`."""
     max_model_len: int | None = None
     """The most tokens of a request for which the engine was measured; None: not known. Longer ones
     are simulated all the same.
@@ -135,7 +148,8 @@ def steady(question: Question) -> Question:
     """Return the question with a limit of TTFT, if the SLO has neither `ttft` nor `e2e`: a queue
     that grows would keep it.
 
-    The limit is 2 s, or twice what the longest prompt takes alone, if that is longer.
+    The limit is 2 s, or twice what the longest prompt takes alone, if that is longer. `auto` is not
+    told of it: a proxy would not know it either.
     """
     slo, hardware = question.slo, question.hardware
     if slo.ttft is not None or slo.e2e is not None:
@@ -145,5 +159,5 @@ def steady(question: Question) -> Question:
     limit = max(_WAIT_S, float(math.ceil(2 * alone / hardware.speed)))
     name = f"{slo.name}, and ttft={limit:g}s,"
     return msgspec.structs.replace(
-        question, slo=msgspec.structs.replace(slo, name=name, ttft=limit)
+        question, slo=msgspec.structs.replace(slo, name=name, ttft=limit), objective=slo
     )

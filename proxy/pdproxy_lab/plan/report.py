@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdproxy_lab.plan.answer import LimitReason, PlanAnswer
+from pdproxy_lab.plan.answer import LimitReason, PlanAnswer, ratio
 from pdproxy_lab.plan.arrangement import Arrangement
 from pdproxy_lab.plan.search import FoundArrangement
 
@@ -22,11 +22,16 @@ def text(found: PlanAnswer) -> str:
         ]
         return "\n".join(lines) + "\n"
     lines = [_headline(best.arrangement), _capacity(found, best), *_asked(found)]
-    lines += _why(found, best)
+    lines += [*_why(found, best), *_auto(found)]
     return "\n".join([*lines, "", *_table(found, best), *_notes(found)]) + "\n"
 
 
 def _headline(one: Arrangement) -> str:
+    if one.kind == "auto":
+        return (
+            f"Role any with auto: {_engines_any(one.any)} with {_FLAG} {one.chunk}, policy "
+            f"{one.policy}."
+        )
     if one.prefill:
         return (
             f"Split: {_engines(one.prefill, 'prefill')} with {_FLAG} {one.prefill_chunk}, "
@@ -41,6 +46,10 @@ def _headline(one: Arrangement) -> str:
 
 def _engines(count: int, word: str) -> str:
     return f"{count} {word} engine{'' if count == 1 else 's'}"
+
+
+def _engines_any(count: int) -> str:
+    return f"{count} engine{'' if count == 1 else 's'} of role any"
 
 
 def _slo(found: PlanAnswer) -> str:
@@ -126,26 +135,64 @@ def _why(found: PlanAnswer, best: FoundArrangement) -> list[str]:
     if other is None or reason is None:
         if found.result.gpus == 1:
             return ["Why: one GPU can't be split."]
-        return [
-            (
-                f"Why: no {'plain' if best.arrangement.prefill else 'split'} arrangement keeps the "
-                f"SLO at any rate."
-            )
-        ]
-    name = (
-        other.arrangement.name
-        if other.arrangement.prefill
-        else f"{other.arrangement.name}, chunk {other.arrangement.chunks}"
-    )
+        return [(f"Why: no {_others(found)} arrangement keeps the SLO at any rate.")]
     kind = "that splits" if other.arrangement.prefill else "that does not split"
+    if found.decides:
+        kind = "whose engines keep their roles"
     less = 100 * (1 - other.rate / best.rate)
     gain = f"{less:.0f} % less" if less >= 0.5 else "no more"
     if less < -0.5:
         gain = f"only {-less:.0f} % more, which is not worth it"
     return [
-        f"Why: the best one {kind} ({name}) serves {_rate(other.rate)} req/s, {gain}.",
+        f"Why: the best one {kind} ({_named(other)}) serves {_rate(other.rate)} req/s, {gain}.",
         f"     At a rate 5 % higher, {_misses(reason)}{_cause(reason)}.",
     ]
+
+
+def _others(found: PlanAnswer) -> str:
+    if found.decides:
+        return "static"
+    return "plain" if found.splits else "split"
+
+
+def _named(one: FoundArrangement) -> str:
+    this = one.arrangement
+    return this.name if this.prefill else f"{this.name}, chunk {this.chunks}"
+
+
+def _auto(found: PlanAnswer) -> list[str]:
+    """Return what engines of role any serve beside the best static arrangement, and why they are
+    the answer or not.
+    """
+    auto, static, others = found.result.auto, found.result.static, found.result.other_seeds
+    if found.result.gpus == 1:
+        return []
+    if auto is None:
+        return ["     Role any with auto keeps the SLO at no rate."]
+    gain = ratio(auto, static)
+    if gain is None:
+        return _auto_does(found)
+    words = f"auto / best static = {gain:.2f}"
+    if others is not None:
+        again = ratio(others.auto, others.static)
+        seen = "no static arrangement kept the SLO" if again is None else f"{again:.2f}"
+        words += f", and {seen} with {_other_requests(found)}"
+    if found.decides:
+        return [f"     {words}.", *_auto_does(found)]
+    lines = [f"     Role any with auto ({_named(auto)}) serves {_rate(auto.rate)} req/s: {words}."]
+    if gain > 1:
+        both = "" if others is None else " with both"
+        lines.append(f"     It must serve over 2 % more{both}, or the simpler one is the answer.")
+    return lines
+
+
+def _other_requests(found: PlanAnswer) -> str:
+    return "other seeds" if found.question.demand.random else "another beginning of the trace"
+
+
+def _auto_does(found: PlanAnswer) -> list[str]:
+    splits = found.auto_splits
+    return [] if splits is None else [f"     It splits {100 * splits:.0f} % of the requests then."]
 
 
 def _misses(reason: LimitReason) -> str:
@@ -219,7 +266,8 @@ def _notes(found: PlanAnswer) -> list[str]:
 def _handoffs(found: PlanAnswer) -> list[str]:
     """Return what must be said of a split by a profile of one engine alone."""
     hardware = found.question.hardware
-    if not found.splits or hardware.handoff_overhead_s or hardware.pull_s or hardware.pull_token_s:
+    some_split = found.splits or found.decides
+    if not some_split or hardware.handoff_overhead_s or hardware.pull_s or hardware.pull_token_s:
         return []
     return [
         (

@@ -2,9 +2,14 @@
 
 First with short runs: plain engines with each chunk size; then splits, from the number of prefill
 engines that the bounds say is best, one engine more or less as long as it gets better, with each
-chunk size of the prefill engines. Then with long runs: those that were nearly the best. From the
-best plain one and the best split one on, what differs in one thing is tried at a rate just above,
-until nothing is better. `exhaustive` tries all arrangements with long runs instead.
+chunk size of the prefill engines; then engines of role `any` with each chunk size, for the
+placement `auto`. Then with long runs: those that were nearly the best. From the best one of each
+kind on, what differs in one thing is tried at a rate just above, until nothing is better.
+`exhaustive` tries all arrangements with long runs instead.
+
+The simpler kind is the answer unless the other one is worth it: a split must serve more than 2 %
+more than plain engines, and `auto` more than 2 % more than both. The search has chosen among many
+with the same requests, so `auto` must show that with requests of other seeds, too.
 """
 
 from __future__ import annotations
@@ -14,7 +19,16 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from pdproxy_lab.plan.arrangement import Arrangement, everything, neighbours, plain, split
+from pdproxy_lab.plan.arrangement import (
+    STATIC,
+    Arrangement,
+    ArrangementKind,
+    any_role,
+    everything,
+    neighbours,
+    plain,
+    split,
+)
 from pdproxy_lab.plan.bounds import bound, work_of
 from pdproxy_lab.plan.capacity import CapacitySearch, Level, place_of, rate_at
 from pdproxy_lab.plan.question import Question, Traced
@@ -34,8 +48,8 @@ _LEAST_REQUESTS = 800
 _CLOSE = 8
 """Steps of the grid below the best arrangement of short runs, within which long runs decide."""
 _MAX_CLOSE = 6
-_WORTH = 2
-"""Steps of the grid by which a split must be better than plain engines, or it is not worth it."""
+WORTH = 2
+"""Steps of the grid by which what is less simple must be better, or it is not worth it."""
 _SLACK = 10
 """Steps of the grid by which a bound is not trusted."""
 
@@ -56,9 +70,16 @@ class FoundArrangement(msgspec.Struct, frozen=True):
         return 0.0 if self.place is None else rate_at(self.place)
 
     @property
-    def rank(self) -> tuple[float, bool, tuple[int, int, int, str]]:
+    def rank(self) -> tuple[float, bool, tuple[int, int, int, int, str]]:
         """The best one is the smallest."""
         return (-self.rate, not self.exact, self.arrangement.rank)
+
+
+class OtherSeeds(msgspec.Struct, frozen=True, kw_only=True):
+    """What the best of both serve in runs that the search has not seen."""
+
+    auto: FoundArrangement
+    static: FoundArrangement
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +89,12 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     gpus: int
     best: FoundArrangement | None
+    static: FoundArrangement | None = None
+    """The best plain or split one; None: none keeps the SLO."""
+    auto: FoundArrangement | None = None
+    """The best one of role `any`; None: none keeps the SLO, or there is one GPU."""
+    other_seeds: OtherSeeds | None = None
+    """Of `auto` and `static`; None: `auto` was not worth it before."""
     found: tuple[FoundArrangement, ...]
     runs: int
     level: Level
@@ -213,30 +240,26 @@ class _Search:
         self._coarse_plain()
         if self._gpus > 1:
             self._coarse_split()
-        ranked = sorted((one for one in self._found.values() if one.place is not None), key=_rank)
-        if not ranked:
-            return self._result()
-        top = ranked[0].place or 0
-        close = [one for one in ranked if one.place is not None and one.place > top - _CLOSE][
-            :_MAX_CLOSE
-        ]
-        kinds = [
-            next((one for one in ranked if bool(one.arrangement.prefill) is kind), None)
-            for kind in (False, True)
-        ]
-        best: dict[bool, FoundArrangement | None] = {}
-        for one in dict.fromkeys([*(one for one in kinds if one is not None), *close]):
-            kind = bool(one.arrangement.prefill)
-            best[kind] = self._raced(one.arrangement, best.get(kind), one.place)
-        for kind in (False, True):
-            self._climb(best.get(kind))
+        static = sorted((one for one in self._found.values() if one.place is not None), key=_rank)
+        top = (static[0].place or 0) if static else 0
+        close = [one for one in static if one.place is not None and one.place > top - _CLOSE]
+        first = {one.arrangement.kind: one for one in reversed(static)}
+        if self._gpus > 1:
+            first["auto"] = self._coarse_auto(static[0] if static else None)
+        best: dict[ArrangementKind, FoundArrangement | None] = {}
+        for one in dict.fromkeys([*first.values(), *close[:_MAX_CLOSE]]):
+            if one.place is not None:
+                kind = one.arrangement.kind
+                best[kind] = self._raced(one.arrangement, best.get(kind), one.place)
+        for found in best.values():
+            self._climb(found)
         return self._result()
 
     def everything(self) -> Result:
         """See `exhaustive`."""
-        best: FoundArrangement | None = None
+        best: dict[ArrangementKind, FoundArrangement | None] = {}
         for one in everything(self._gpus, self._question.chunks, self._question.policies):
-            best = self._raced(one, best)
+            best[one.kind] = self._raced(one, best.get(one.kind))
         return self._result()
 
     def _note(self, one: Arrangement) -> None:
@@ -271,6 +294,29 @@ class _Search:
                 one = msgspec.structs.replace(best.arrangement, prefill_chunk=chunk)
                 best = min(best, self._short_run(one, best.place), key=_rank)
             improved = best is not before
+
+    def _coarse_auto(self, static: FoundArrangement | None) -> FoundArrangement:
+        """Return the best one of role `any`. First is the chunk size of the best static one; others
+        are looked at if they serve more.
+        """
+        chunks, guess = self._question.chunks, None
+        chunk = chunks[-1]
+        if static is not None:
+            chunk, guess = (
+                static.arrangement.prefill_chunk or static.arrangement.chunk,
+                static.place,
+            )
+        best = self._short_run(any_role(self._gpus, chunk), guess)
+        for other in chunks:
+            one = any_role(self._gpus, other)
+            more = None if best.place is None else best.place + self._short.step
+            if one != best.arrangement and (more is None or self._serves(one, more)):
+                best = min(best, self._short_run(one, more), key=_rank)
+        return best
+
+    def _serves(self, one: Arrangement, place: int) -> bool:
+        self._note(one)
+        return self._prober.passes(one, self._short, place)
 
     def _walk(self, best: FoundArrangement, more: int) -> FoundArrangement:
         """Go on with more or fewer prefill engines as long as it gets better; where it is as good,
@@ -341,20 +387,33 @@ class _Search:
             return best
         return min(best, self._long_run(one, (best.place or 0) + 1), key=_rank)
 
+    def _with_other_seeds(self, auto: FoundArrangement, static: FoundArrangement) -> OtherSeeds:
+        """Return the capacities of both in runs that the search has not seen."""
+        level = msgspec.structs.replace(self._long, first=self._long.seeds)
+
+        def again(one: FoundArrangement, shift: int) -> FoundArrangement:
+            place = self._prober.capacity(one.arrangement, level, (one.place or 0) + shift)
+            return FoundArrangement(one.arrangement, place, True)
+
+        fixed = again(static, 0)
+        shift = 0 if fixed.place is None else fixed.place - (static.place or 0)
+        return OtherSeeds(auto=again(auto, shift), static=fixed)
+
     def _result(self) -> Result:
         found = sorted(self._found.values(), key=_rank)
-        exact = [one for one in found if one.exact and one.place is not None]
-        best = exact[0] if exact else None
-        whole = next((one for one in exact if not one.arrangement.prefill), None)
-        if (
-            best is not None
-            and whole is not None
-            and (best.place or 0) - (whole.place or 0) <= _WORTH
-        ):
-            best = whole
+        whole, parted = (best_of(found, kind) for kind in STATIC)
+        static = parted if _is_worth(parted, whole) else whole
+        auto, others = best_of(found, "auto"), None
+        best = auto if _is_worth(auto, static) else static
+        if best is auto and auto is not None and static is not None:
+            others = self._with_other_seeds(auto, static)
+            best = auto if _is_worth(others.auto, others.static) else static
         return Result(
             gpus=self._gpus,
             best=best,
+            static=static,
+            auto=auto,
+            other_seeds=others,
             found=tuple(found),
             runs=self._prober.runs,
             level=self._long,
@@ -362,15 +421,18 @@ class _Search:
         )
 
 
-def _rank(one: FoundArrangement) -> tuple[float, bool, tuple[int, int, int, str]]:
+def _rank(one: FoundArrangement) -> tuple[float, bool, tuple[int, int, int, int, str]]:
     return one.rank
 
 
-def best_of(found: Iterable[FoundArrangement], *, prefill: bool) -> FoundArrangement | None:
-    """Return the best plain arrangement of long runs, or the best split one; None: none keeps the
-    SLO.
-    """
+def _is_worth(one: FoundArrangement | None, simpler: FoundArrangement | None) -> bool:
+    """Return whether an arrangement is better than a simpler one by enough."""
+    if one is None or one.place is None:
+        return False
+    return simpler is None or simpler.place is None or one.place - simpler.place > WORTH
+
+
+def best_of(found: Iterable[FoundArrangement], kind: ArrangementKind) -> FoundArrangement | None:
+    """Return the best arrangement of a kind, of long runs; None: none keeps the SLO."""
     known = (one for one in found if one.exact and one.place is not None)
-    return min(
-        (one for one in known if bool(one.arrangement.prefill) is prefill), key=_rank, default=None
-    )
+    return min((one for one in known if one.arrangement.kind == kind), key=_rank, default=None)

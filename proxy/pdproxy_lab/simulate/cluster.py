@@ -112,6 +112,8 @@ class Cluster:
         self._heap: list[tuple[float, int, Callable[[Any, float], None], Any]] = []
         self._number = 0
         self.records = RequestTimes()
+        self.splits = 0
+        """How many requests got two engines."""
         counts = {
             Role.PREFILL: fleet.prefill,
             Role.DECODE: fleet.decode,
@@ -237,6 +239,7 @@ class Cluster:
         call.lease = leases[-1]
         if len(leases) > 1:
             call.prefill_lease = leases[0]
+            self.splits += 1
         if not self._fits(call.lease, call) or (
             call.prefill_lease and not self._fits(call.prefill_lease, call)
         ):

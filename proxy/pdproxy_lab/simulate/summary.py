@@ -56,6 +56,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     good: dict[str, int]
     """Good requests by the name of the SLO. A refused request is none."""
     engines: int
+    splits: int
+    """Requests that got two engines."""
     roles: dict[str, RoleUse]
     asked: Ranges
     """What it has asked of the engines: lengths, and how much they decode at once."""
@@ -84,6 +86,7 @@ def summarise(cluster: Cluster, slos: Sequence[BenchSlo]) -> Summary:
         e2e=spread_of([records.last[n] - records.due[n] for n in done]),
         good={slo.name: sum(kept(slo, records, n) for n in done) for slo in slos},
         engines=len(cluster.engines),
+        splits=cluster.splits,
         roles=_roles(cluster, seconds),
         asked=asked_of(cluster),
         events=cluster.events,

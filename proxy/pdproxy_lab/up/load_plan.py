@@ -21,14 +21,13 @@ from pdproxy_lab.up.taken_out import PDPROXY
 DEADLINE = 180.0
 """Seconds. Eight engines take ten."""
 _NONE_KEEPS, _WRONG = 1, 2
-_WORDS = 5
-"""Lines of its report: what is best, what it serves, and why."""
 
 
 class _Best(msgspec.Struct):
     prefill: int
     decode: int
     aggregated: int
+    any: int
     max_num_batched_tokens: int
     prefill_max_num_batched_tokens: int | None
 
@@ -82,7 +81,8 @@ def _ms(seconds: float) -> str:
 
 
 def _chosen(ended: Ended, said: str, content: bytes) -> Chosen:
-    lines = said.partition("\n\n")[0].splitlines()[:_WORDS]
+    # what is best, what it serves, and why; behind an empty line are the alternatives
+    lines = said.partition("\n\n")[0].splitlines()
     words = (f"`pdproxy plan` for this load: {lines[0]}", *(f"  {line}" for line in lines[1:]))
     try:
         best = msgspec.json.decode(content, type=_Answer).plan
@@ -90,9 +90,12 @@ def _chosen(ended: Ended, said: str, content: bytes) -> Chosen:
         best = None
     if ended.code == _NONE_KEEPS or best is None:
         return Chosen("auto", reasons=words)
-    if best.aggregated:
-        chunks: Mapping[Role, int] = {"aggregated": best.max_num_batched_tokens}
-        return Chosen(f"{best.aggregated}A", chunks, words)
     chunk = best.max_num_batched_tokens
+    if best.any:
+        return Chosen("any", {"any": chunk}, words)
+    chunks: Mapping[Role, int]
+    if best.aggregated:
+        chunks = {"aggregated": chunk}
+        return Chosen(f"{best.aggregated}A", chunks, words)
     chunks = {"decode": chunk, "prefill": best.prefill_max_num_batched_tokens or chunk}
     return Chosen(f"{best.prefill}P{best.decode}D", chunks, words)
