@@ -15,7 +15,7 @@ from pdproxy_lab.bench.client import Run, Target, session_of
 from pdproxy_lab.bench.measures import summarise
 from pdproxy_lab.bench.outcome import Observed
 from pdproxy_lab.bench.prompts import Endpoint, Prompts
-from pdproxy_lab.bench.workload import Lengths, Planned, synthetic
+from pdproxy_lab.bench.workload import Lengths, Planned, RequestClass, synthetic
 from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.server import SimServer
 from tests.bench.servers import DONE, FAST, GOOD, HEAD, TOKEN, USAGE, Write, answering
@@ -61,7 +61,8 @@ async def measured(
 async def test_an_engine_answers_as_many_tokens_as_asked(
     session: aiohttp.ClientSession, endpoint: Endpoint
 ) -> None:
-    planned = synthetic(Arrivals(rate=100), Lengths(5, 50), Lengths(1, 9), 1, requests=40)
+    alike = RequestClass(inputs=Lengths(5, 50), outputs=Lengths(1, 9))
+    planned = synthetic(Arrivals(rate=100), [alike], 1, requests=40)
     async with SimServer(FAST, chance=1) as sim:
         seen = await measured(session, sim.url, planned, endpoint)
         assert len(sim.requests) == 40

@@ -354,7 +354,7 @@ WRONG: list[tuple[list[str], str]] = [
     ([URL, "--rate", "1", "--slo", "ttft=1"], "--slo: expected [NAME:]ttft=500ms"),
     (
         [URL, "--rate", "1", "--slo", "a:ttft=1s", "--slo", "a:ttft=2s"],
-        "--slo: two have the name a",
+        "--slo, --class: two have the name a",
     ),
     ([URL, "--rate", "1", "--seeds", "0"], "--seeds: expected 1 to 100"),
     ([URL, "--rate", "1", "--scale", "2"], "--scale: has no effect without --trace"),
@@ -396,6 +396,34 @@ WRONG: list[tuple[list[str], str]] = [
     (
         [URL, "--rate", "1", "--endpoint", "chat", "--token-ids", "1:9"],
         "--token-ids: has no effect with --endpoint chat",
+    ),
+    ([URL, "--rate", "1", "--class", "a b"], "--class: a name has"),
+    ([URL, "--rate", "1", "--class", "a:share=0"], "--class: expected share= above 0"),
+    ([URL, "--rate", "1", "--class", "a:input=1,input=2"], "--class: input is there twice"),
+    ([URL, "--rate", "1", "--class", "a:input=0"], "--class: expected 1 to"),
+    ([URL, "--rate", "1", "--class", "a:speed=2"], "--class: expected"),
+    (
+        [URL, "--rate", "1", "--class", "a", "--slo", "a:ttft=1s"],
+        "--slo, --class: two have the name a",
+    ),
+    (
+        [URL, "--rate", "1", *[f"--class=c{number}" for number in range(9)]],
+        "--class: 9 classes, 8 at most",
+    ),
+    (
+        [URL, "--trace", "x", "--class", "a:output=2"],
+        "--class a: share and output have no effect with --trace or --sharegpt",
+    ),
+    ([URL, "--rate", "1", "--send-slo"], "--send-slo: no --slo or --class has ttft"),
+    (
+        [URL, "--rate", "1", "--slo", "e2e=1s", "--send-slo"],
+        "--send-slo: no --slo or --class has ttft",
+    ),
+    ([URL, "--rate", "1", "--session-header", "a b"], "--session-header: expected a header"),
+    ([URL, "--rate", "1", "--session-header", "Host"], "--session-header: Host is set by"),
+    (
+        [URL, "--rate", "1", "--session-header", "X-Session-ID"],
+        "--session-header: has no effect without --trace",
     ),
     ([URL, "--rate", "1", "--detailed"], "--detailed: has no effect without --json"),
     ([URL, "--rate", "1", "--json", "/no/such/file"], "--json: file can't be written"),

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdproxy.serving.request.hints import read_hints
 from pdproxy_lab.bench.measures import Summary, needed, percentile, spread_of, summarise
 from pdproxy_lab.bench.outcome import Observed, Outcome
-from pdproxy_lab.bench.slo import BenchSlo, parse_slo
+from pdproxy_lab.bench.slo import OWN_CLASS, BenchSlo, parse_slo, slo_headers
 
 
 def one(due: float = 0.0, **fields: Any) -> Outcome:
@@ -207,6 +208,39 @@ def test_short_answers_are_counted() -> None:
 )
 def test_an_slo_is_kept_or_not(text: str, good: bool) -> None:
     assert parse_slo(text).kept(one()) is good
+
+
+def test_an_slo_of_a_class_is_for_its_requests() -> None:
+    slos = (
+        parse_slo("all:ttft=1ms"),
+        parse_slo("a:ttft=200ms", "a"),
+        parse_slo("b:ttft=50ms,tpot=1s", "b"),
+    )
+    two = [one(class_name="a"), failed(class_name="a"), one(output_tokens=None)]
+    made = summary(*two, one(class_name="b"), slos=slos)
+    assert made.good == {"all": 0, "a": 1, "b": 0, OWN_CLASS: 1}
+    assert made.judged == {"all": 4, "a": 2, "b": 1, OWN_CLASS: 3}
+    parts = {name: (part.requests, part.good[OWN_CLASS]) for name, part in made.classes.items()}
+    assert parts == {"a": (2, 1), "b": (1, 0)}
+    assert "1 requests are of no class" in made.remarks
+    unknown = summary(one(class_name="b", output_tokens=None), one(class_name="a"), slos=slos)
+    assert unknown.good == {"all": 0, "a": 1, "b": None, OWN_CLASS: None}
+
+
+@pytest.mark.parametrize(
+    ("text", "headers"),
+    [
+        ("ttft=0.5s,tpot=8ms,e2e=1s", {"ttft": "500", "tpot": "8"}),
+        ("gap=999999999s,ttft=0.001ms", {"gap": "604800000", "ttft": "0.001"}),
+        ("ttft=0.000001ms", {"ttft": "0.000001"}),
+        ("e2e=1s", {}),
+    ],
+)
+def test_the_headers_of_an_slo_are_what_pdproxy_reads(text: str, headers: dict[str, str]) -> None:
+    found = slo_headers(parse_slo(text))
+    assert found == {f"x-pdproxy-slo-{name}-ms": value for name, value in headers.items()}
+    lines = [(name.encode(), value.encode()) for name, value in found.items()]
+    assert (read_hints(lines, None).slo is None) == (not headers)
 
 
 def test_a_failed_request_is_never_good_and_one_token_has_no_tpot_to_miss() -> None:

@@ -11,7 +11,7 @@ from pdproxy_lab.bench.errors import BenchError
 from pdproxy_lab.bench.reading import Address
 from pdproxy_lab.bench.record import Record, Shape
 from pdproxy_lab.bench.session import BenchOptions, BenchSession, Load
-from pdproxy_lab.bench.workload import Lengths, Planned, synthetic
+from pdproxy_lab.bench.workload import Lengths, Planned, RequestClass, synthetic
 from pdproxy_lab.sim.server import SimServer
 from tests.bench.servers import FAST, Write, answering, engines
 from tests.unit.test_progress import Terminal
@@ -25,11 +25,12 @@ SHAPE = Shape(
     salt="s",
     requests=0,
 )
+ALIKE = RequestClass(inputs=Lengths(4, 4), outputs=Lengths(2, 2))
 
 
 def ten(seed: int) -> list[Planned]:
     arrivals = Arrivals(kind="constant", rate=100)
-    return synthetic(arrivals, Lengths(4, 4), Lengths(2, 2), seed, requests=10)
+    return synthetic(arrivals, [ALIKE], seed, requests=10)
 
 
 def options(url: str, **fields: object) -> BenchOptions:

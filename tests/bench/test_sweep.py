@@ -37,6 +37,7 @@ def sweep_records() -> list[Record]:
         for name in ("split", "plain"):
             wrong = 50 if rate == 8 else 0
             found.append(record(name, count=100, wrong=wrong) | {"request_rate": rate})
+            found[-1]["pdproxy"]["cached_share"] = 0.25
     found[-1] = record("plain", count=1, wrong=1) | {"request_rate": 8.0}
     found[-1]["pdproxy"]["not_measured"] = {"run": "far beyond its capacity at 8 req/s: x"}
     return found
@@ -102,6 +103,8 @@ def test_curves_say_up_to_which_rate_a_server_served() -> None:
     assert served_text(split, "tight") == "less than 2 req/s"
     text = text_of([split, plain], records)
     assert "90 % of the requests were good (ttft=500ms) up to: split 4 req/s; plain 4 req/s" in text
+    assert "prompt tokens cached (%)" in text
+    assert "good (prompt tokens cached)" not in text
     assert "plain: NOT MEASURED at 8 req/s: far beyond its capacity" in text
     assert "split, 8 req/s, seed 0: 50 x status 503: busy" in text
     assert text.count("needs 100 values") == 0

@@ -4,6 +4,7 @@ caches.
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,15 @@ from pdproxy_lab.bench.trace import (
     spread,
 )
 from pdproxy_lab.bench.words import WORDS
-from pdproxy_lab.bench.workload import Lengths, Planned, replayed, synthetic
+from pdproxy_lab.bench.workload import (
+    Lengths,
+    Planned,
+    RequestClass,
+    classified,
+    conversations,
+    replayed,
+    synthetic,
+)
 
 IDS = Lengths(300, 4000)
 GOOD = '{"timestamp": 3000, "input_length": 700, "output_length": 9, "hash_ids": [0, 5]}\n'
@@ -128,10 +137,64 @@ def test_a_replay_keeps_the_traces_order_and_scales_its_times() -> None:
 
 
 def test_lengths_are_drawn_from_their_range() -> None:
-    made = synthetic(Arrivals(rate=10), Lengths(5, 9), Lengths(1, 1), 2, requests=200)
+    alike = [RequestClass(inputs=Lengths(5, 9), outputs=Lengths(1, 1))]
+    made = synthetic(Arrivals(rate=10), alike, 2, requests=200)
     assert {one.input_tokens for one in made} == {5, 6, 7, 8, 9}
     assert {one.output_tokens for one in made} == {1}
-    assert made == synthetic(Arrivals(rate=10), Lengths(5, 9), Lengths(1, 1), 2, requests=200)
+    assert made == synthetic(Arrivals(rate=10), alike, 2, requests=200)
+
+
+def test_a_mix_has_each_class_by_its_share_with_its_own_lengths() -> None:
+    chat = RequestClass(name="chat", share=3, inputs=Lengths(5, 9), outputs=Lengths(2, 2))
+    document = RequestClass(name="document", share=1, inputs=Lengths(50, 50))
+    made = synthetic(Arrivals(rate=10), [chat, document], 2, requests=2000)
+    chats = [one for one in made if one.class_name == "chat"]
+    assert 1400 < len(chats) < 1600
+    assert {one.output_tokens for one in chats} == {2}
+    assert {one.input_tokens for one in chats} == {5, 6, 7, 8, 9}
+    others = {(one.class_name, one.input_tokens, one.output_tokens) for one in made} - {
+        (one.class_name, one.input_tokens, one.output_tokens) for one in chats
+    }
+    assert others == {("document", 50, 128)}
+
+
+def test_a_request_of_a_file_is_of_the_first_class_with_its_length() -> None:
+    planned = [Planned(0.0, tokens, 1) for tokens in (1, 10, 11, 99)]
+    short, rest = RequestClass(name="short", inputs=Lengths(1, 10)), RequestClass(name="rest")
+    middle = RequestClass(name="middle", inputs=Lengths(10, 50))
+
+    def names(*classes: RequestClass) -> list[str | None]:
+        return [one.class_name for one in classified(planned, classes)]
+
+    assert names(short, middle) == ["short", "short", "middle", None]
+    assert names(short, rest) == ["short", "short", "rest", "rest"]
+
+
+def test_conversations_differ_behind_what_most_prompts_begin_with() -> None:
+    """Id 0 is a system prompt, 7 a block that is not full."""
+    prompts: list[tuple[int, tuple[int, ...] | None]] = [
+        (2 * BLOCK + 1, (0, 1, 7)),
+        (3 * BLOCK, (0, 2, 3)),
+        (3 * BLOCK + 5, (0, 1, 4, 7)),
+        (BLOCK + 1, (0, 7)),
+        (BLOCK + 2, (0, 8)),
+        (2 * BLOCK, (2, 3)),
+        (100, None),
+    ]
+    planned = [Planned(0.0, tokens, 1, ids) for tokens, ids in prompts]
+    found = [one.conversation for one in conversations(planned)]
+    assert found == [1, 2, 1, None, None, 2, None]
+
+
+def test_a_conversation_has_a_name_that_another_run_has_not() -> None:
+    first = Prompts("completions", "m", "salt", IDS, {})
+    other = Prompts("completions", "m", "another", IDS, {})
+    turn, single = Planned(0.0, 600, 1, (1, 2), conversation=1), Planned(0.0, 4, 1)
+    name = first.conversation(0, turn)
+    assert re.fullmatch("[0-9a-f]{16}", name)
+    assert first.conversation(5, turn) == name != other.conversation(0, turn)
+    names = {first.conversation(index, single) for index in range(3)}
+    assert len(names - {name}) == 3
 
 
 # -- prompts

@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 
 from pdproxy_lab.bench.outcome import Outcome
+from pdproxy_lab.bench.slo import slo_headers
 from pdproxy_lab.demo.comparison.controls import DOWN, UP, Controls, Pressed
 from pdproxy_lab.demo.comparison.reaction import Seen, reaction
 from pdproxy_lab.demo.comparison.scores import WINDOW, Score, Scores, Spread
-from pdproxy_lab.demo.comparison.setup import FIRST_LOAD, LIMITS, LOADS, profile, slo_headers, speed
+from pdproxy_lab.demo.comparison.setup import FIRST_LOAD, LIMITS, LOADS, profile, speed
 from pdproxy_lab.demo.comparison.verdict import ENOUGH, Verdict, verdict
 from pdproxy_lab.demo.figures import Recovery
 from tests.demo.pictures import PLAIN, SPLIT
@@ -66,8 +67,8 @@ def test_time_is_slower_for_more_engines_and_on_a_busy_machine() -> None:
     assert [speed(4, share) for share in (0.9, 0.7, 0.3)] == [0.25, 0.125, 0.0625]
     assert profile(0.125).hardware.speed == 0.125
     assert slo_headers(TIGHT, 0.25) == {
-        "X-PDProxy-SLO-TTFT-MS": "2000",
-        "X-PDProxy-SLO-TPOT-MS": "32",
+        "x-pdproxy-slo-ttft-ms": "2000",
+        "x-pdproxy-slo-tpot-ms": "32",
     }
 
 

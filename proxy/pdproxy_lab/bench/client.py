@@ -13,11 +13,14 @@ import contextlib
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypedDict
 
 import aiohttp
 import msgspec
 
+from pdproxy_lab.bench.decision import HEADER, MAX_LENGTH
+from pdproxy_lab.bench.errors import one_line
 from pdproxy_lab.bench.events import BrokenStream, ErrorEvent, EventReader
 from pdproxy_lab.bench.outcome import Observed, Outcome
 from pdproxy_lab.bench.prompts import PATHS, Endpoint
@@ -36,6 +39,7 @@ _KEEP_ALIVE = 2.0
 request must meet that.
 """
 _MAX_SHOWN = 200
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,15 +94,17 @@ class Sender:
         self._timeout = timeout
         self._clock = time.perf_counter
 
-    async def send(self, outcome: Outcome, body: bytes, start: float) -> None:
+    async def send(
+        self, outcome: Outcome, body: bytes, start: float, headers: Mapping[str, str] = _NONE
+    ) -> None:
         """Send a request, and note in `outcome` what came back, in seconds from `start`, which is a
-        time of `time.perf_counter`. An error is noted there, too.
+        time of `time.perf_counter`. An error is noted there, too. `headers`: of this request alone.
         """
         reader = EventReader(4 * outcome.asked_output + 64)
         outcome.sent = self._clock() - start
         try:
             async with asyncio.timeout(self._timeout):
-                await self._exchange(outcome, body, reader)
+                await self._exchange(outcome, body, reader, {**self._headers, **headers})
         except TimeoutError:
             outcome.fail("timeout", f"no whole answer within {self._timeout:g} s")
         except asyncio.CancelledError:
@@ -123,11 +129,15 @@ class Sender:
             outcome.cached_tokens = reader.cached_tokens
             outcome.end = self._clock() - start
 
-    async def _exchange(self, outcome: Outcome, body: bytes, reader: EventReader) -> None:
+    async def _exchange(
+        self, outcome: Outcome, body: bytes, reader: EventReader, headers: Mapping[str, str]
+    ) -> None:
         async with self._session.post(
-            self._url, data=body, headers=self._headers, allow_redirects=False
+            self._url, data=body, headers=headers, allow_redirects=False
         ) as answer:
             outcome.answered = True
+            if (decision := answer.headers.get(HEADER)) is not None:
+                outcome.decision = one_line(decision, MAX_LENGTH)
             if answer.status != 200:
                 text = (await answer.content.read(4096)).decode("utf-8", "replace")
                 outcome.fail(f"status {answer.status}", text)
@@ -147,8 +157,8 @@ class Sender:
 
 
 class Run:
-    """One run against one server. `body` makes a request's body; `timeout`: seconds from a
-    request's start to its last byte.
+    """One run against one server. `body` makes a request's body, `headers` what headers it has
+    beside those of all requests; `timeout`: seconds from a request's start to its last byte.
     """
 
     def __init__(
@@ -160,9 +170,11 @@ class Run:
         *,
         timeout: float,
         max_in_flight: int,
+        headers: Callable[[int, Planned], Mapping[str, str]] = lambda index, planned: _NONE,
     ) -> None:
         self._sender = Sender(session, target, endpoint, timeout=timeout)
         self._body = body
+        self._headers = headers
         self._max_in_flight = max_in_flight
         self._clock = time.perf_counter
         self._open: set[asyncio.Task[None]] = set()
@@ -225,7 +237,10 @@ class Run:
 
     async def _offer(self, planned: Sequence[Planned]) -> None:
         for index, one in enumerate(planned):
-            body = self._body(index, one)  # before it is due: it takes up to milliseconds
+            body, headers = (
+                self._body(index, one),
+                self._headers(index, one),
+            )  # before it is due: it takes up to milliseconds
             due = self._start + one.at
             await asyncio.sleep(0)  # also when it is late: the answers need turns
             while (left := due - self._clock()) > 0:  # noqa: ASYNC110 - a timer may be early by its loop's resolution
@@ -240,9 +255,10 @@ class Run:
                 due=one.at,
                 asked_input=one.input_tokens if one.text is None else 0,
                 asked_output=one.output_tokens,
+                class_name=one.class_name,
             )
             self._seen.outcomes.append(outcome)
-            task = asyncio.create_task(self._sender.send(outcome, body, self._start))
+            task = asyncio.create_task(self._sender.send(outcome, body, self._start, headers))
             self._open.add(task)
             self._seen.most_in_flight = max(self._seen.most_in_flight, len(self._open))
             task.add_done_callback(self._open.discard)

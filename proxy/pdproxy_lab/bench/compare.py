@@ -8,7 +8,7 @@ empty.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,6 +22,8 @@ from pdproxy_lab.bench.record import Record
 MAX_FILE = 1 << 30
 """Bytes of a result file."""
 MAX_COLUMNS = 16
+_PARTED = {"classes": "class", "decisions": "decision"}
+"""What a run's requests are parted by: the key of the record, and its word."""
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -150,6 +152,31 @@ def table_of(records: Sequence[Record], column: Callable[[Record], str] = name_o
             rows.append(Row(f"{title}: {name}", unit, 1 if unit == "%" else 2, cells))
     rows.append(row("own lag p99", "ms", 1, "pdproxy", "lag_ms", "p99"))
     return Table(names, tuple(one for one in rows if any(one.cells)))
+
+
+def part_tables(records: Sequence[Record]) -> Iterator[tuple[str, Table]]:
+    """Yield a caption and a table for each server and what its requests were parted by: a column
+    for each part, `MAX_COLUMNS` at most.
+    """
+    for name in dict.fromkeys(map(name_of, records)):
+        own = [record for record in records if name_of(record) == name]
+        for key, word in _PARTED.items():
+            parts = [part for record in own for part in _parts(record, key)]
+            shown = list(dict.fromkeys(map(name_of, parts)))[:MAX_COLUMNS]
+            if shown:
+                yield (
+                    f"{name} by {word}",
+                    table_of([part for part in parts if name_of(part) in shown]),
+                )
+
+
+def _parts(record: Record, key: str) -> Iterator[Record]:
+    """Yield the records of a run's parts, with their names. A file may have anything there."""
+    found = record["pdproxy"].get(key)
+    for name, part in found.items() if isinstance(found, dict) else ():
+        ours = part.get("pdproxy") if isinstance(part, dict) else None
+        if isinstance(ours, dict):
+            yield part | {"pdproxy": ours | {"name": one_line(str(name), 64)}}
 
 
 def _slos(record: Record) -> list[Record]:

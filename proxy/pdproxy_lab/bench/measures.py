@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from pdproxy_lab.bench.decision import parts_of
 from pdproxy_lab.bench.outcome import Observed, Outcome
-from pdproxy_lab.bench.slo import BenchSlo
+from pdproxy_lab.bench.slo import OWN_CLASS, BenchSlo
 
 PERCENTILES = (50, 90, 95, 99)
 MAX_LAG = 0.010
@@ -25,6 +26,8 @@ _MAX_OWN_EVENTS_MISSING = 0.01
 """Share of tokens without an event of their own, up to which gaps between events are gaps between
 tokens.
 """
+MAX_DECISIONS = 16
+"""Choices, and choices with reasons, that are measured apart: those of the most requests."""
 _MANY_FAILED = 0.05
 _MANY_SHORT = 0.01
 
@@ -87,11 +90,19 @@ class Summary(msgspec.Struct, kw_only=True):
     e2e: Spread | None = None
     good: dict[str, int | None] = {}
     """Good requests by the name of the SLO."""
+    judged: dict[str, int] = {}
+    """Requests for which the SLO is, by its name."""
     most_in_flight: int = 0
     peak_tokens_per_s: float = 0.0
     refused: dict[str, str] = {}
     """What was not measured, and why. Key `run`: nothing of this run may be used."""
     remarks: list[str] = []
+    classes: dict[str, Summary] = {}
+    """The requests of each class."""
+    decisions: dict[str, Summary] = {}
+    """The requests by what pdproxy chose for them: `split`, and with the reason `split: ttft`. A
+    request without a decision is in none.
+    """
 
 
 def needed(percentile: float) -> int:
@@ -126,14 +137,70 @@ def spread_of(values: Sequence[float]) -> Spread | None:
 
 def summarise(seen: Observed, slos: Sequence[BenchSlo], *, allow_lag: bool = False) -> Summary:
     """Return what a run's requests amount to."""
-    ended = [outcome for outcome in seen.outcomes if outcome.error != "cut"]
-    done = [outcome for outcome in ended if outcome.error is None]
     lag = _lag(seen)
+    late = max(lag.p99, lag.loop_p99)
+    refusal = seen.given_up
+    if not refusal and late > MAX_LAG and not allow_lag:
+        refusal = (
+            f"this process was late itself: p99 {late * 1000:.1f} ms, {MAX_LAG * 1000:.0f} ms "
+            f"are the limit (--allow-lag)"
+        )
+    made = _summary(seen, seen.outcomes, lag, slos, refusal)
+    if "run" not in made.refused:
+        if late > MAX_LAG:
+            made.remarks.append(f"this process was late itself: p99 {late * 1000:.1f} ms")
+        made.classes = {
+            name: _summary(seen, outcomes, lag, slos)
+            for name, outcomes in _by_class(seen.outcomes).items()
+        }
+        left = made.requests - sum(part.requests for part in made.classes.values())
+        if made.classes and left:
+            made.remarks.append(f"{left} requests are of no class")
+        made.decisions = {
+            name: _summary(seen, outcomes, lag, slos)
+            for name, outcomes in _by_decision(seen.outcomes).items()
+        }
+    return made
+
+
+def _by_class(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    found: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        if outcome.class_name is not None:
+            found.setdefault(outcome.class_name, []).append(outcome)
+    return dict(sorted(found.items()))
+
+
+def _by_decision(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    """Return the requests by choice, and by choice and reason, the most frequent first."""
+    found: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        parts = None if outcome.decision is None else parts_of(outcome.decision)
+        if parts is not None:
+            choice, reason = parts
+            for name in (choice, f"{choice}: {reason}"):
+                found.setdefault(name, []).append(outcome)
+    most = sorted(found, key=lambda name: len(found[name]), reverse=True)[:MAX_DECISIONS]
+    return {name: found[name] for name in most}
+
+
+def _summary(
+    seen: Observed,
+    outcomes: Sequence[Outcome],
+    lag: Lag,
+    slos: Sequence[BenchSlo],
+    refusal: str = "",
+) -> Summary:
+    """Return what some requests of a run amount to. `refusal`: why nothing may be used; empty: all
+    may be.
+    """
+    ended = [outcome for outcome in outcomes if outcome.error != "cut"]
+    done = [outcome for outcome in ended if outcome.error is None]
     made = Summary(
         requests=len(ended),
         completed=len(done),
         failed=len(ended) - len(done),
-        cut=len(seen.outcomes) - len(ended),
+        cut=len(outcomes) - len(ended),
         partial=seen.cut,
         seconds=seen.seconds,
         lag=lag,
@@ -145,14 +212,8 @@ def summarise(seen: Observed, slos: Sequence[BenchSlo], *, allow_lag: bool = Fal
         asked_input_tokens=sum(o.asked_input for o in done),
         most_in_flight=seen.most_in_flight,
     )
-    late = max(lag.p99, lag.loop_p99)
-    if seen.given_up:
-        made.refused["run"] = seen.given_up
-    elif late > MAX_LAG and not allow_lag:
-        made.refused["run"] = (
-            f"this process was late itself: p99 {late * 1000:.1f} ms, {MAX_LAG * 1000:.0f} ms "
-            f"are the limit (--allow-lag)"
-        )
+    if refusal:
+        made.refused["run"] = refusal
     elif not ended:
         made.refused["run"] = "no request has ended"
     elif not done:
@@ -160,8 +221,6 @@ def summarise(seen: Observed, slos: Sequence[BenchSlo], *, allow_lag: bool = Fal
     if "run" not in made.refused:
         _measure(made, done)
         _count_good(made, ended, slos)
-        if late > MAX_LAG:
-            made.remarks.append(f"this process was late itself: p99 {late * 1000:.1f} ms")
     return made
 
 
@@ -255,15 +314,25 @@ def _name_missing(made: Summary, name: str, spread: Spread | None) -> None:
 
 def _count_good(made: Summary, ended: Sequence[Outcome], slos: Sequence[BenchSlo]) -> None:
     for slo in slos:
-        if made.cut:
+        own = [o for o in ended if slo.of is None or o.class_name == slo.of]
+        made.judged[slo.name] = len(own)
+        if not own:
+            made.good[slo.name] = None
+            made.refused[f"goodput {slo.name}"] = "no request is of its class"
+        elif made.cut:
             made.good[slo.name] = None
             made.refused[f"goodput {slo.name}"] = (
                 f"{made.cut} requests were cut: it isn't known whether they were good"
             )
-        elif not all(slo.knows(outcome) for outcome in ended):
+        elif not all(slo.knows(outcome) for outcome in own):
             made.good[slo.name] = None
             made.refused[f"goodput {slo.name}"] = (
                 "the server reports no usage, so TPOT is not known"
             )
         else:
-            made.good[slo.name] = sum(slo.kept(outcome) for outcome in ended)
+            made.good[slo.name] = sum(slo.kept(outcome) for outcome in own)
+    if of_classes := [slo.name for slo in slos if slo.of is not None]:
+        goods = [made.good[name] for name in of_classes if made.judged[name]]
+        known = [good for good in goods if good is not None]
+        made.good[OWN_CLASS] = sum(known) if goods and len(known) == len(goods) else None
+        made.judged[OWN_CLASS] = sum(made.judged[name] for name in of_classes)

@@ -31,6 +31,10 @@ class Outcome(msgspec.Struct, kw_only=True):
     output_tokens: int | None = None
     cached_tokens: int | None = None
     """Of the prompt, found in a cache, as the server counted; None: it did not."""
+    class_name: str | None = None
+    """The class of requests that it is of."""
+    decision: str | None = None
+    """What the server says of the engines that it chose; None: nothing."""
     answered: bool = False
     """Whether the head of an answer has come."""
     error: str | None = None

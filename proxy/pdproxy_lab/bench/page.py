@@ -14,7 +14,7 @@ from pdproxy_lab.bench.compare import table_of
 from pdproxy_lab.bench.curves import Curve
 from pdproxy_lab.bench.errors import BenchError
 from pdproxy_lab.bench.record import Record
-from pdproxy_lab.bench.report import cells_of, head_of, remarks
+from pdproxy_lab.bench.report import cells_of, head_of, remarks, tables_of_parts
 
 _TEMPLATE = """<!doctype html>
 <html lang="en">
@@ -76,7 +76,7 @@ def page_of(records: Sequence[Record], curves: Sequence[Curve], drawn: Any) -> s
         notes = sweep_report.notes_of(curves, records)
     else:
         table = table_of(records)
-        tables = [(head_of(table), cells_of(table))]
+        tables = [(head_of(table), cells_of(table)), *tables_of_parts(records)]
         lines, notes = [], remarks(records)
     template = Environment(autoescape=True).from_string(_TEMPLATE)
     return template.render(

@@ -115,6 +115,12 @@ class Prompts:
             return b"".join((head, text, tail))
         return self._with(self._prompt(index, planned), planned.output_tokens)
 
+    def conversation(self, index: int, planned: Planned) -> str:
+        """Return the name of the conversation of a run's request `index`: 16 hexadecimal digits."""
+        number = planned.conversation
+        what = f"request {index}" if number is None else f"conversation {number}"
+        return random.Random(f"{self._salt}:name of {what}").randbytes(8).hex()
+
     def listing(self, index: int, planned: Planned) -> bytes:
         """Return the body of a chat of one word, or with another index than 0 of this word and all
         of the list.

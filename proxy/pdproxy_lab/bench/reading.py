@@ -13,12 +13,14 @@ import msgspec
 
 from pdproxy_lab.bench.arrivals import MAX_RATE
 from pdproxy_lab.bench.prompts import OWN_FIELDS
+from pdproxy_lab.bench.slo import parse_slo
 from pdproxy_lab.bench.trace import MAX_TOKENS
-from pdproxy_lab.bench.workload import Lengths
+from pdproxy_lab.bench.workload import Lengths, RequestClass
 
 MAX_SERVERS = 8
 MAX_RATES = 16
 """Of a sweep."""
+MAX_CLASSES = 8
 MAX_EXTRA = 65_536
 """Bytes of --extra-body."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,32}")
@@ -103,6 +105,30 @@ def token_ids(text: str) -> Lengths:
     return Lengths(int(low), int(high))
 
 
+def request_class(text: str) -> RequestClass:
+    """Read `NAME:share=0.5,input=A:B,output=N,ttft=500ms,tpot=15ms`, all but the name optional."""
+    name, _, rest = text.partition(":")
+    found: dict[str, str] = {}
+    limits = []
+    for part in rest.split(",") if rest else ():
+        key, _, value = part.strip().partition("=")
+        if key not in ("share", "input", "output"):
+            limits.append(part)
+        elif key in found:
+            raise ValueError(f"{key} is there twice: {text[:80]!r}")
+        else:
+            found[key] = value
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"a name has 1 to 32 letters, digits, '.', '_' or '-', got {name[:40]!r}")
+    return RequestClass(
+        name=name,
+        share=_number(found["share"], text, 0.0, 1e6, "share=") if "share" in found else None,
+        inputs=lengths(found["input"]) if "input" in found else None,
+        outputs=lengths(found["output"]) if "output" in found else None,
+        slo=parse_slo(f"{name}:{','.join(limits)}", name) if limits else None,
+    )
+
+
 def rate(text: str) -> tuple[float, float | None]:
     """Read requests per second, or `A:B` for a ramp."""
     low, colon, high = text.partition(":")
@@ -161,7 +187,7 @@ def window(text: str) -> tuple[float, float]:
 
 
 def header(text: str) -> tuple[str, str]:
-    """Read `Name: value`."""
+    """Read `Name: value`. The name is returned in lower case."""
     name, colon, value = text.partition(":")
     value = value.strip()
     if (
@@ -172,9 +198,16 @@ def header(text: str) -> tuple[str, str]:
     ):
         # the value may be a secret: it isn't shown
         raise ValueError("expected 'Name: value' of printable ASCII")
-    if name.lower() in _OURS:
-        raise ValueError(f"{name} is set by pdproxy itself")
-    return name, value
+    return header_name(name), value
+
+
+def header_name(text: str) -> str:
+    """Read a header's name, and return it in lower case."""
+    if not _HEADER_NAME.fullmatch(text):
+        raise ValueError("expected a header's name")
+    if text.lower() in _OURS:
+        raise ValueError(f"{text} is set by pdproxy itself")
+    return text.lower()
 
 
 def extra_body(text: str) -> dict[str, Any]:

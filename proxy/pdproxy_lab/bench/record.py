@@ -16,7 +16,7 @@ import msgspec
 from pdproxy_lab.bench.client import Target
 from pdproxy_lab.bench.measures import PERCENTILES, Spread, Summary
 from pdproxy_lab.bench.outcome import Observed
-from pdproxy_lab.bench.slo import BenchSlo
+from pdproxy_lab.bench.slo import BenchSlo, listed
 
 Record = dict[str, Any]
 MEASURES = ("ttft", "tpot", "itl", "e2el")
@@ -43,15 +43,9 @@ def record_of(
     summary: Summary, target: Target, shape: Shape, slos: Sequence[BenchSlo], version: str
 ) -> Record:
     """Return the record of one run."""
-    seconds = summary.seconds
-    usable = "run" not in summary.refused
-    first = summary.good.get(slos[0].name) if slos else None
-    both = summary.input_tokens, summary.output_tokens
-    total = both[0] + both[1] if both[0] is not None and both[1] is not None else None
-
-    def per_s(count: int | None) -> float | None:
-        return count / seconds if usable and count is not None and seconds else None
-
+    slos = listed(slos)
+    measures, ours = _measures(summary, slos)
+    general = [slo for slo in slos if slo.of is None]
     record: Record = {
         "date": time.strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": "openai-chat" if shape.endpoint == "chat" else "openai",
@@ -63,23 +57,10 @@ def record_of(
         "request_rate": shape.rate,
         "burstiness": shape.burstiness,
         "max_concurrency": None,
-        "duration": seconds,
-        "completed": summary.completed,
-        "failed": summary.failed,
-        "total_input_tokens": summary.input_tokens,
-        "total_output_tokens": summary.output_tokens,
-        "request_throughput": per_s(summary.completed),
-        "request_goodput": per_s(first),
-        "output_throughput": per_s(summary.output_tokens),
-        "total_token_throughput": per_s(total),
-        "max_output_tokens_per_s": summary.peak_tokens_per_s if usable else None,
+        **measures,
         "max_concurrent_requests": summary.most_in_flight,
         "rtfx": 0.0,
     }
-    for name, spread in zip(
-        MEASURES, (summary.ttft, summary.tpot, summary.itl, summary.e2e), strict=True
-    ):
-        record |= _spread(name, spread)
     record["pdproxy"] = {
         "version": version,
         "name": target.name,
@@ -90,6 +71,50 @@ def record_of(
             name: getattr(shape, name)
             for name in ("endpoint", "arrivals", "seed", "salt", "trace", "left_out")
         },
+        "lag_ms": {
+            name: value * 1000 for name, value in msgspec.structs.asdict(summary.lag).items()
+        },
+        **ours,
+        "classes": {name: _part(part, general) for name, part in summary.classes.items()},
+        "decisions": {name: _part(part, slos) for name, part in summary.decisions.items()},
+    }
+    return record
+
+
+def _part(summary: Summary, slos: Sequence[BenchSlo]) -> Record:
+    """Return the record of some of a run's requests, with the keys of a run's record."""
+    measures, ours = _measures(summary, slos)
+    return {**measures, "pdproxy": ours}
+
+
+def _measures(summary: Summary, slos: Sequence[BenchSlo]) -> tuple[Record, Record]:
+    """Return what was measured, with vLLM's keys and with ours."""
+    seconds = summary.seconds
+    usable = "run" not in summary.refused
+    first = next((summary.good.get(slo.name) for slo in slos if slo.of is None), None)
+    both = summary.input_tokens, summary.output_tokens
+    total = both[0] + both[1] if both[0] is not None and both[1] is not None else None
+
+    def per_s(count: int | None) -> float | None:
+        return count / seconds if usable and count is not None and seconds else None
+
+    measures: Record = {
+        "duration": seconds,
+        "completed": summary.completed,
+        "failed": summary.failed,
+        "total_input_tokens": summary.input_tokens,
+        "total_output_tokens": summary.output_tokens,
+        "request_throughput": per_s(summary.completed),
+        "request_goodput": per_s(first),
+        "output_throughput": per_s(summary.output_tokens),
+        "total_token_throughput": per_s(total),
+        "max_output_tokens_per_s": summary.peak_tokens_per_s if usable else None,
+    }
+    for name, spread in zip(
+        MEASURES, (summary.ttft, summary.tpot, summary.itl, summary.e2e), strict=True
+    ):
+        measures |= _spread(name, spread)
+    return measures, {
         "requests": summary.requests,
         "cut": summary.cut,
         "short": summary.short,
@@ -98,9 +123,6 @@ def record_of(
         "cached_share": _share(summary.cached_tokens, summary.input_tokens),
         "errors": summary.errors,
         "error_texts": summary.error_texts,
-        "lag_ms": {
-            name: value * 1000 for name, value in msgspec.structs.asdict(summary.lag).items()
-        },
         **_spread("gap", summary.gap),
         **_spread("ttft_from_sent", summary.ttft_from_sent),
         "slos": [
@@ -112,22 +134,27 @@ def record_of(
                 },
                 "good": summary.good.get(slo.name),
                 "goodput": per_s(summary.good.get(slo.name)),
-                "share": _share(summary.good.get(slo.name), summary.requests),
+                "share": _share(summary.good.get(slo.name), summary.judged.get(slo.name)),
             }
             for slo in slos
         ],
         "not_measured": summary.refused,
         "remarks": summary.remarks,
     }
-    return record
 
 
-def details_of(seen: Observed) -> Record:
-    """Return what vLLM's `--save-detailed` adds: lists with a value per request. Texts are not
-    kept.
+def detailed(record: Record, seen: Observed) -> Record:
+    """Return a record with what vLLM's `--save-detailed` adds: lists with a value per request. What
+    vLLM does not have is below `pdproxy` and `detailed`. Texts of answers are not kept.
     """
     outcomes = seen.outcomes
-    return {
+    ours = {
+        "classes": [o.class_name for o in outcomes],
+        "decisions": [o.decision for o in outcomes],
+        "cached_tokens": [o.cached_tokens for o in outcomes],
+    }
+    return record | {
+        "pdproxy": record["pdproxy"] | {"detailed": ours},
         "input_lens": [
             o.prompt_tokens if o.prompt_tokens is not None else o.asked_input for o in outcomes
         ],

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from pdproxy_lab.bench.compare import Cell, Row, Table
+from pdproxy_lab.bench.compare import Cell, Row, Table, part_tables
 from pdproxy_lab.bench.record import Record
 
 _NOTHING = "-"
 _FEW = "needs "
 """How the reason begins why a percentile has too few values."""
+_ALWAYS = (_FEW, "the server reports no ")
+_LINES = ("throughput", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "prompt tokens cached")
+"""What a table with a line per column has of it, beside goodput."""
 _MAX_LINES = 40
 """Remarks that are printed. More are in the JSON."""
 
@@ -19,6 +22,8 @@ _MAX_LINES = 40
 def text_of(table: Table, records: Sequence[Record]) -> str:
     """Return the report, with a line feed at its end."""
     lines = [head_of(table), *aligned(cells_of(table))]
+    for caption, rows in tables_of_parts(records):
+        lines += ["", caption, *aligned(rows)]
     found = remarks(records)
     return "\n".join([*lines, *([""] if found else []), *found]) + "\n"
 
@@ -51,6 +56,30 @@ def cells_of(table: Table) -> list[list[str]]:
         [_titled(row), *(_shown(cell, row.digits) for cell in row.cells)] for row in table.rows
     ]
     return rows
+
+
+def tables_of_parts(records: Sequence[Record]) -> Iterator[tuple[str, list[list[str]]]]:
+    """Yield a caption, and as texts a table of a server's classes or decisions."""
+    for caption, table in part_tables(records):
+        yield f"{caption}: medians, in req/s and ms", lines_of(table, "", "requests completed")
+
+
+def lines_of(table: Table, title: str, *more: str) -> list[list[str]]:
+    """Return a table as texts, with a line for each of its columns and a row of titles. `title`: of
+    the names; `more`: rows that it has beside the usual ones.
+    """
+    rows = [
+        row for row in table.rows if row.title in (*more, *_LINES) or row.title.startswith("good: ")
+    ]
+    titles = [f"{row.title} (%)" if row.unit == "%" else row.title for row in rows]
+    found = [[title, *titles]]
+    for name, *cells in zip(table.names, *(row.cells for row in rows), strict=True):
+        shown = [
+            _NOTHING if cell is None else f"{cell.middle:.{row.digits}f}"
+            for row, cell in zip(rows, cells, strict=True)
+        ]
+        found.append([name, *shown])
+    return found
 
 
 def _titled(row: Row) -> str:
@@ -106,8 +135,8 @@ def _remarks(records: Sequence[Record], what: Callable[[Record], str], few: bool
 
 
 def _missing(name: str, where: str, refused: dict[str, str]) -> Iterator[str]:
-    """Yield a line per reason why something was not measured. Too few values are the same in all
-    runs: without the seed.
+    """Yield a line per reason why something was not measured. Too few values, and what a server
+    never reports, are the same in all runs: without the seed.
     """
     by_reason: dict[str, list[str]] = {}
     for key, reason in refused.items():
@@ -115,6 +144,6 @@ def _missing(name: str, where: str, refused: dict[str, str]) -> Iterator[str]:
         by_reason.setdefault(reason.partition(",")[0] if few else reason, []).append(key)
     for reason, keys in by_reason.items():
         yield (
-            f"{name if reason.startswith(_FEW) else where}: not measured: {', '.join(keys)}: "
+            f"{name if reason.startswith(_ALWAYS) else where}: not measured: {', '.join(keys)}: "
             f"{reason}"
         )

@@ -21,13 +21,14 @@ import aiohttp
 import msgspec
 
 from pdproxy_lab.bench.client import Run, RunProgress, Target, session_of
+from pdproxy_lab.bench.decision import ASKED
 from pdproxy_lab.bench.errors import USAGE_ERROR, BenchError
 from pdproxy_lab.bench.measures import summarise
 from pdproxy_lab.bench.outcome import Observed
 from pdproxy_lab.bench.prompts import ONE_EACH, Endpoint, Prompts, WordTokens, word_tokens
 from pdproxy_lab.bench.reading import Address
-from pdproxy_lab.bench.record import Record, Shape, details_of, record_of
-from pdproxy_lab.bench.slo import BenchSlo
+from pdproxy_lab.bench.record import Record, Shape, detailed, record_of
+from pdproxy_lab.bench.slo import BenchSlo, slo_headers
 from pdproxy_lab.bench.sweep import Sweep, span
 from pdproxy_lab.bench.workload import Lengths, Planned
 
@@ -64,12 +65,17 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     """None: the first one that the server lists."""
     headers: Mapping[str, str] = {}
+    """Of each request, by their names in lower case."""
     timeout: float = 300.0
     """Seconds that each request may take."""
     max_in_flight: int | None = None
     allow_lag: bool = False
     ids: Lengths = Lengths(300, 4000)
     extra: Mapping[str, Any] = {}
+    send_slo: bool = False
+    """Whether each request tells its server the SLO of its class, or else the first one for all."""
+    session_header: str | None = None
+    """The header that names a request's conversation. None: none is sent."""
     warm_up: int = 1
     """Requests to each server before its first run."""
     detailed: bool = False
@@ -162,7 +168,8 @@ class BenchSession:
         self._targets = []
         for server in options.servers:
             model = options.model or await _first_model(session, server, options)
-            target = Target(name=server.name, url=server.url, model=model, headers=options.headers)
+            headers = {**ASKED, **options.headers}
+            target = Target(name=server.name, url=server.url, model=model, headers=headers)
             self._targets.append(target)
             first = options.loads[0].plan(options.seeds.start)[:1]
             planned = (
@@ -226,7 +233,23 @@ class BenchSession:
             prompts.body,
             timeout=options.timeout,
             max_in_flight=most,
+            headers=self._headers_of(prompts),
         )
+
+    def _headers_of(self, prompts: Prompts) -> Callable[[int, Planned], Mapping[str, str]]:
+        """Return what makes the headers that only one request has."""
+        options = self._options
+        slos = reversed(options.slos if options.send_slo else ())
+        limits = {slo.of: slo_headers(slo) for slo in slos}
+        header = options.session_header
+
+        def headers(index: int, planned: Planned) -> Mapping[str, str]:
+            known = limits.get(planned.class_name) or limits.get(None) or {}
+            if header is None:
+                return known
+            return {**known, header: prompts.conversation(index, planned)}
+
+        return headers
 
     async def _one(
         self,
@@ -252,7 +275,7 @@ class BenchSession:
         summary = summarise(seen, options.slos, allow_lag=options.allow_lag)
         shape = msgspec.structs.replace(shape, seed=seed, requests=len(planned))
         record = record_of(summary, target, shape, options.slos, options.version)
-        self._on_record(record | details_of(seen) if options.detailed else record)
+        self._on_record(detailed(record, seen) if options.detailed else record)
 
     @asynccontextmanager
     async def _reporting(

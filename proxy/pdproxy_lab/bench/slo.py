@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import msgspec
 
 from pdproxy_lab.bench.outcome import Outcome
 
 LIMITS = ("ttft", "tpot", "gap", "e2e")
+OWN_CLASS = "own class"
+"""The name under which each request is judged by the SLO of its class. No other SLO can have it."""
+_MOST_MS = 604_800_000
+"""A week. pdproxy refuses more, and such a limit is none."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,32}")
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)(ms|s)")
 
@@ -24,6 +29,8 @@ class BenchSlo(msgspec.Struct, frozen=True, kw_only=True):
     gap: float | None = None
     """Of the longest time between two events with tokens."""
     e2e: float | None = None
+    of: str | None = None
+    """The class of requests that it is for. None: it is for all."""
 
     def kept(self, outcome: Outcome) -> bool:
         """Return whether a request was good. One that failed is not; one token alone has no TPOT
@@ -46,9 +53,9 @@ class BenchSlo(msgspec.Struct, frozen=True, kw_only=True):
         return outcome.error is not None or self.tpot is None or outcome.output_tokens is not None
 
 
-def parse_slo(text: str) -> BenchSlo:
+def parse_slo(text: str, of: str | None = None) -> BenchSlo:
     """Read `ttft=500ms,tpot=15ms`, with a name in front: `chat:ttft=0.5s`. Without a name, the text
-    is the name.
+    is the name. `of`: the class that it is for.
 
     Raises:
         ValueError: it is something else.
@@ -68,4 +75,22 @@ def parse_slo(text: str) -> BenchSlo:
                 f"{text[:80]!r}"
             )
         limits[key] = float(found[1]) / (1000 if found[2] == "ms" else 1)
-    return BenchSlo(name=name, **limits)
+    return BenchSlo(name=name, of=of, **limits)
+
+
+def listed(slos: Sequence[BenchSlo]) -> list[BenchSlo]:
+    """Return the SLOs by which a run is judged: with those of classes, also `OWN_CLASS`."""
+    own = [BenchSlo(name=OWN_CLASS)] if any(slo.of is not None for slo in slos) else []
+    return [*slos, *own]
+
+
+def slo_headers(slo: BenchSlo, speed: float = 1.0) -> dict[str, str]:
+    """Return the headers by which a request tells pdproxy its limits; `e2e` has none. `speed`: how
+    fast time runs, 1 being real.
+    """
+    found = {}
+    for name, seconds in (("ttft", slo.ttft), ("tpot", slo.tpot), ("gap", slo.gap)):
+        if seconds is not None:
+            value = f"{min(1000 * seconds / speed, _MOST_MS):.6f}"  # no exponent: it is refused
+            found[f"x-pdproxy-slo-{name}-ms"] = value.rstrip("0").rstrip(".")
+    return found

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 
 from pdproxy_lab.bench.curves import GOOD_SHARE, Curve, rate_of, served_text
 from pdproxy_lab.bench.record import Record
-from pdproxy_lab.bench.report import aligned, remarks
+from pdproxy_lab.bench.report import aligned, lines_of, remarks
 
 _LEGEND = "-: not measured, or a percentile needs more values (the 99th: 100 answers)"
-_ROWS = ("throughput", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "prompt tokens cached")
 
 
 def text_of(curves: Sequence[Curve], records: Sequence[Record]) -> str:
@@ -34,17 +33,7 @@ def notes_of(curves: Sequence[Curve], records: Sequence[Record]) -> list[str]:
 
 def rows_of(curve: Curve) -> list[list[str]]:
     """Return a server's table, with a row of titles and one per rate."""
-    rows = [row for row in curve.table.rows if row.title in _ROWS or row.title.startswith("good: ")]
-    titles = [f"{row.title} (%)" if row.unit == "%" else row.title for row in rows]
-    found = [["rate", *titles]]
-    for index, rate in enumerate(curve.table.names):
-        cells = (row.cells[index] for row in rows)
-        shown = [
-            "-" if cell is None else f"{cell.middle:.{row.digits}f}"
-            for row, cell in zip(rows, cells, strict=True)
-        ]
-        found.append([rate, *shown])
-    return found
+    return lines_of(curve.table, "rate")
 
 
 def capacities(curves: Sequence[Curve]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from pdproxy.cli.parser import examples
 from pdproxy.settings.errors import SettingsError
+from pdproxy_lab.bench.reading import MAX_CLASSES
 from pdproxy_lab.cli.bench_load import mean_of, plans_of
 from pdproxy_lab.cli.bench_options import add_options
 from pdproxy_lab.cli.bench_profile import records_of, simulation_of
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
     from pdproxy_lab.bench.record import Record
     from pdproxy_lab.bench.session import BenchOptions, Progress
+    from pdproxy_lab.bench.slo import BenchSlo
 
 _INTERRUPTED = 130
 _MAX_KEY = 8192
@@ -92,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
             simulations = (
                 []
                 if name is None
-                else [simulation_of(name, load, options.slos) for load in options.loads]
+                else [simulation_of(name, load, tuple(arguments.slo)) for load in options.loads]
             )
             code = _measure(options, arguments.json, records)
             for simulation, load in zip(simulations, options.loads, strict=False):
@@ -146,12 +148,38 @@ def _check(arguments: argparse.Namespace) -> None:
         mistakes.append("--json: has no effect without a URL")
     if not arguments.servers and arguments.profile is not None:
         mistakes.append("--profile: has no effect without a URL")
-    names = [slo.name for slo in arguments.slo]
+    names = [one.name for one in (*arguments.slo, *arguments.classes)]
     mistakes += [
-        f"--slo: two have the name {name}" for name in dict.fromkeys(names) if names.count(name) > 1
+        f"--slo, --class: two have the name {name}"
+        for name in dict.fromkeys(names)
+        if names.count(name) > 1
     ]
+    mistakes += _mistakes_with_classes(arguments)
     if mistakes:
         raise SettingsError(*mistakes)
+
+
+def _mistakes_with_classes(arguments: argparse.Namespace) -> list[str]:
+    classes, slos = arguments.classes, _slos(arguments)
+    mistakes = []
+    if len(classes) > MAX_CLASSES:
+        mistakes.append(f"--class: {len(classes)} classes, {MAX_CLASSES} at most")
+    if arguments.trace or arguments.sharegpt:
+        mistakes += [
+            f"--class {one.name}: share and output have no effect with --trace or --sharegpt"
+            for one in classes
+            if one.share is not None or one.outputs is not None
+        ]
+    if arguments.send_slo and not any(slo.ttft or slo.tpot or slo.gap for slo in slos):
+        mistakes.append("--send-slo: no --slo or --class has ttft, tpot or gap")
+    if arguments.session_header and arguments.trace is None:
+        mistakes.append("--session-header: has no effect without --trace")
+    return mistakes
+
+
+def _slos(arguments: argparse.Namespace) -> tuple[BenchSlo, ...]:
+    """Return the SLOs of all requests, then those of classes."""
+    return (*arguments.slo, *(one.slo for one in arguments.classes if one.slo is not None))
 
 
 def _mistakes_with_sharegpt(arguments: argparse.Namespace) -> list[str]:
@@ -220,7 +248,9 @@ def _options(arguments: argparse.Namespace) -> BenchOptions:
         ),
         sweep_seconds=None if arguments.sweep is None else arguments.max_seconds or 3600.0,
         endpoint=arguments.endpoint,
-        slos=tuple(arguments.slo),
+        slos=_slos(arguments),
+        send_slo=arguments.send_slo,
+        session_header=arguments.session_header,
         model=arguments.model,
         headers=dict(arguments.header) | authorization(arguments),
         timeout=arguments.timeout,

@@ -42,11 +42,24 @@ def plans_of(arguments: argparse.Namespace, rates: Sequence[Rate | None]) -> tup
             found = spread(found) if arguments.spread else found
             entries = [e for e in found if e.input_tokens + e.output_tokens <= longest]
             left_out = len(found) - len(entries)
-    plans = [_plan(arguments, rate, entries, questions) for rate in rates]
+    plans = [_marked(arguments, _plan(arguments, rate, entries, questions)) for rate in rates]
     with as_settings_error(""):
         if not all(plan(0) for plan in plans):
             raise ValueError("no requests: the trace's slice or the duration is too short")
     return plans, left_out
+
+
+def _marked(arguments: argparse.Namespace, plan: Plan) -> Plan:
+    """Return what makes the same requests with their classes and conversations."""
+    from pdproxy_lab.bench.workload import classified, conversations
+
+    def made(seed: int) -> list[Planned]:
+        found = plan(seed)
+        if arguments.classes and (arguments.trace or arguments.sharegpt):
+            found = classified(found, arguments.classes)
+        return conversations(found) if arguments.session_header else found
+
+    return made
 
 
 def _plan(
@@ -56,9 +69,11 @@ def _plan(
     questions: Sequence[Question] | None,
 ) -> Plan:
     """Return what makes the requests of a seed. `rate`: None: the trace's own times."""
+    import msgspec
+
     from pdproxy_lab.bench.arrivals import Arrivals
     from pdproxy_lab.bench.sharegpt import asked
-    from pdproxy_lab.bench.workload import Lengths, replayed, synthetic
+    from pdproxy_lab.bench.workload import RequestClass, replayed, synthetic
 
     arrivals = None
     if rate is not None:
@@ -75,11 +90,15 @@ def _plan(
         length = None if requests is not None else duration or 60.0
         if questions is not None:
             return lambda seed: asked(questions, arrivals, seed, duration=length, requests=requests)
-        inputs = arguments.input_tokens or Lengths(1024, 1024)
-        outputs = arguments.output_tokens or Lengths(128, 128)
-        return lambda seed: synthetic(
-            arrivals, inputs, outputs, seed, duration=length, requests=requests
-        )
+        classes = [
+            msgspec.structs.replace(
+                one,
+                inputs=one.inputs or arguments.input_tokens,
+                outputs=one.outputs or arguments.output_tokens,
+            )
+            for one in arguments.classes or [RequestClass()]
+        ]
+        return lambda seed: synthetic(arrivals, classes, seed, duration=length, requests=requests)
     scale = arguments.scale or 1.0
     return lambda seed: replayed(
         entries, seed, scale=scale, arrivals=arrivals, duration=duration, requests=requests

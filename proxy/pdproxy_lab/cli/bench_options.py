@@ -77,6 +77,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="the seed of the first run; the same seed has the same requests (default: 0)",
     )
+    load.add_argument(
+        "--class",
+        dest="classes",
+        metavar="NAME:KEY=VALUE,...",
+        type=typed(reading.request_class),
+        action="append",
+        default=[],
+        help="a class of requests, with its own results: share of the requests, input and output "
+        "tokens (else those of the options above), and the limits of its SLO, such as "
+        "chat:share=0.9,input=500,output=200,ttft=500ms,tpot=15ms; of a file, the requests with "
+        "prompts of input=A:B tokens; may be repeated (default: all requests are alike)",
+    )
     trace = parser.add_argument_group(
         "load from a file",
         "Lengths and common beginnings of prompts are a trace's; questions and the lengths of "
@@ -123,6 +135,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="a header of each request; may be repeated (default: none)",
+    )
+    request.add_argument(
+        "--session-header",
+        metavar="NAME",
+        type=typed(reading.header_name),
+        help="a header that names the conversation of a request of --trace, such as X-Session-ID, "
+        "by which pdproxy's policy session chooses engines (default: none)",
+    )
+    request.add_argument(
+        "--send-slo",
+        action="store_true",
+        help="tell pdproxy the SLO of each request by headers: that of its class, or else the "
+        "first --slo",
     )
     request.add_argument(
         "--api-key",

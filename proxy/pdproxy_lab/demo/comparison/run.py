@@ -27,13 +27,14 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.settings.engines import Role
 from pdproxy_lab.bench.client import Target, session_of
 from pdproxy_lab.bench.outcome import Outcome
+from pdproxy_lab.bench.slo import slo_headers
 from pdproxy_lab.demo.comparison.controls import Controls, Pressed
 from pdproxy_lab.demo.comparison.fleet import Fleet
 from pdproxy_lab.demo.comparison.load import Load
 from pdproxy_lab.demo.comparison.reaction import Seen, reaction
 from pdproxy_lab.demo.comparison.scores import Scores
 from pdproxy_lab.demo.comparison.screen import ComparisonScreen, capture
-from pdproxy_lab.demo.comparison.setup import LIMITS, LOADS, profile, slo_headers, speed
+from pdproxy_lab.demo.comparison.setup import LIMITS, LOADS, profile, speed
 from pdproxy_lab.demo.comparison.verdict import verdict
 from pdproxy_lab.demo.comparison.view import ComparedEngine, Picture, Side, State, setting
 from pdproxy_lab.demo.engines import roles as fleet_roles

@@ -7,8 +7,6 @@ split engines kept the first of the limits more often, and plain ones the second
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import msgspec
 
 from pdproxy.engine_model.profile import Profile, load
@@ -56,11 +54,3 @@ def facts(role: Role, model: str, chunk: int, like: Profile) -> SimFacts:
     """Return a simulated engine; `chunk`: its `--max-num-batched-tokens`."""
     options = like.options() | {"max_num_batched_tokens": chunk}
     return SimFacts(role=role, model=model, enable_prompt_tokens_details=True, **options)
-
-
-def slo_headers(limits: BenchSlo, speed: float) -> Mapping[str, str]:
-    """Return the headers by which a request names its limits, at a speed."""
-    assert limits.ttft is not None
-    assert limits.tpot is not None
-    wanted = {"X-PDProxy-SLO-TTFT-MS": limits.ttft, "X-PDProxy-SLO-TPOT-MS": limits.tpot}
-    return {name: f"{1000 * seconds / speed:g}" for name, seconds in wanted.items()}
