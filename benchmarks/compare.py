@@ -55,6 +55,9 @@ CASES = {
     "chat64-32": Case(64, FAST, 32, 1500, (*STREAM, "--chat")),
     "whole-32": Case(64, 0, 32, 6000),
     "prompt64k-8": Case(64, 0, 8, 3000, ("--prompt-bytes", "65536")),
+    "prompt256k-8": Case(64, 0, 8, 1000, ("--prompt-bytes", "262144")),
+    "chat256k-8": Case(64, 0, 8, 1000, ("--prompt-bytes", "262144", "--chat")),
+    "chat256k-stream-8": Case(64, 0, 8, 1000, ("--prompt-bytes", "262144", "--chat", *STREAM)),
     "first-1": Case(16, 0, 1, 400, STREAM),
 }
 ENGINES_ALONE = "engines alone"

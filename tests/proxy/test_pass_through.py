@@ -165,18 +165,20 @@ async def test_bytes_of_a_client_reach_the_engines_field_by_field() -> None:
             assert leg.json["prompt"] == "p" * 100
 
 
-async def test_the_decode_leg_carries_the_handle_verbatim_with_the_prompts_ids() -> None:
-    """The decode engine gets what the prefill engine answered, and the ids that the prefill engine
-    saw, on both routes.
+async def test_the_decode_leg_carries_the_handle_verbatim_with_a_chats_ids() -> None:
+    """The decode engine gets what the prefill engine answered, and the ids that it has made of a
+    chat. Of a text both make the same ids, so nobody is asked for them.
     """
     async with world() as w:
         for number, (path, body) in enumerate([(COMPLETIONS, completion()), (CHAT, chat())]):
             await w.ask(path, body)
             sent = dict(w.decode[0].requests[number].kv or {})
-            ids = sent.pop("prompt_token_ids")
+            asked = w.prefill[0].requests[number]
+            ids = sent.pop("prompt_token_ids", None)
             assert sent == list(w.books.params.values())[number]
-            assert ids == w.prefill[0].ids(w.prefill[0].requests[number])
-            assert PROMPT in BuiltInTokenizer().decode(ids)
+            assert asked.json.get("return_token_ids") is (True if path == CHAT else None)
+            assert ids == (w.prefill[0].ids(asked) if path == CHAT else None)
+            assert ids is None or PROMPT in BuiltInTokenizer().decode(ids)
 
 
 async def test_the_prefill_leg_is_cleaned() -> None:

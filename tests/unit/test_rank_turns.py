@@ -60,7 +60,7 @@ class Fleet:
             now=lambda: 0.0,
         )
         headers = SimpleNamespace(shown_id=lambda _: "mine")
-        self.request = SimpleNamespace(ids=None, parsed=None, headers=headers)
+        self.request = SimpleNamespace(ids=None, key=None, parsed=None, headers=headers)
         self.parsed = parse(Route.COMPLETIONS, b'{"model":"m","prompt":"a b"}')
 
     def dispatch(self) -> tuple[Slot, Slot]:

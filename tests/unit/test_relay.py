@@ -312,6 +312,23 @@ async def test_a_whole_answer_is_handed_over() -> None:
     assert (relay.usage.prompt_tokens, relay.usage.completion_tokens) == (3, 5)
 
 
+async def test_the_ids_of_a_prompt_are_taken_before_anything_is_searched() -> None:
+    """They are kept, the client gets `null`, and what the stream holds of its budget goes back."""
+    ids = b"[%b]" % b",".join(b"%d" % one for one in range(100_000))
+    role = CHAT[0].replace(b'"choices"', b'"prompt_token_ids":%b,"choices"' % ids)
+    relay = Relay(wants_usage=True, takes_ids=True)
+    relay.head(200, HEAD)
+    relay.data(role)
+    assert len(ids) < relay.budget.held < len(ids) + 1000
+    sink = Sink()
+    relay.data(CHAT[1])
+    relay.flow(sink, cast("EngineConnection", sink))  # type: ignore[arg-type]
+    assert relay.beginning.prompt_ids == ids
+    assert relay.budget.held == 0
+    assert b'"prompt_token_ids":null' in sink.body
+    assert ids[1:50] not in sink.body
+
+
 async def test_an_event_has_one_list_of_ids_at_most() -> None:
     """Ids are taken out of it list by list: an event of thousands of lists is no engine's."""
     relay = Relay(wants_usage=False, takes_ids=True)

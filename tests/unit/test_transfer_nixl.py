@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdproxy.tokens.ids import TokenIds
@@ -88,15 +90,36 @@ def test_an_answer_without_params() -> None:
     assert prefill_answer(b"\xff") is None
 
 
+@pytest.mark.parametrize("name", ["prefill_completion.txt", "prefill_chat.txt"])
+def test_the_ids_of_a_long_prompt_are_cut_out_of_an_answer(name: str) -> None:
+    """The handle is the same as if they were parsed, and what is no list of ids goes to no
+    engine.
+    """
+    short = recorded(name)
+    ids = b"[%b]" % b",".join(b"%d" % one for one in range(5000))
+    found = re.search(rb'"prompt_token_ids":(\[[0-9,]*\])', short)
+    assert found is not None
+    before, after = short[: found.start(1)], short[found.end(1) :]
+    handle, plain = handle_in(read(before + ids + after)), handle_in(read(short))
+    assert isinstance(handle, Handle)
+    assert isinstance(plain, Handle)
+    assert handle == msgspec.structs.replace(plain, token_ids=ids)
+    for odd in (b'"x":1,', b'"},{', b"{},"):
+        assert prefill_answer(before + b"[" + odd + ids[1:] + after) is None
+
+
 @pytest.mark.parametrize("route", [Route.COMPLETIONS, Route.CHAT])
 def test_the_decode_body(route: Route) -> None:
-    """The client's request, the handle verbatim and the ids beside it."""
+    """The client's request, the handle verbatim and a chat's ids beside it: a text is the same at
+    both engines.
+    """
     request = parsed(route, stream=True, temperature=0.5)
     handle = given("prefill_completion.txt" if route is Route.COMPLETIONS else "prefill_chat.txt")
     body = json.loads(NIXL.decode(request, request.prompts[0], handle, NO_DISPATCH).body)
     kv = body.pop("kv_transfer_params")
     assert handle.token_ids is not None
-    assert kv.pop("prompt_token_ids") == json.loads(handle.token_ids)
+    sent = kv.pop("prompt_token_ids", None)
+    assert sent == (None if route is Route.COMPLETIONS else json.loads(handle.token_ids))
     assert kv == json.loads(handle.params)
     assert body.pop("stream_options") == {"include_usage": True, "continuous_usage_stats": False}
     assert body.pop("return_token_ids") is True
@@ -124,6 +147,23 @@ def test_ids_for_the_prefill_engine(spares: bool, prompt: object) -> None:
     dispatch = Dispatch(ids=TokenIds(b"[1,2]", 2), prefill_takes_ids=spares)
     body = json.loads(NIXL.prefill(request, request.prompts[0], dispatch).body)
     assert (body["prompt"], body["return_token_ids"]) == (prompt, True)
+
+
+@pytest.mark.parametrize(
+    ("route", "dispatch", "asked"),
+    [
+        (Route.CHAT, NO_DISPATCH, True),
+        (Route.COMPLETIONS, NO_DISPATCH, None),
+        (Route.COMPLETIONS, Dispatch(compares_ids=True), True),
+    ],
+)
+def test_the_prefill_engine_is_asked_for_ids_that_something_uses(
+    route: Route, dispatch: Dispatch, asked: bool | None
+) -> None:
+    """A client's own wish is the decode engine's to answer."""
+    request = parsed(route, return_token_ids=True)
+    body = json.loads(NIXL.prefill(request, request.prompts[0], dispatch).body)
+    assert body.get("return_token_ids") is asked
 
 
 @pytest.mark.parametrize(("least", "sent"), [(0, 0), (1, 1), (3, 1), (None, None)])

@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Callable
 
-from pdproxy.kit import core_dumps
+from pdproxy.kit import core_dumps, kept_memory
 from pdproxy.kit.frames import frames
 from pdproxy.observe.logs import Log, configure
 from pdproxy.settings.errors import SettingsError
@@ -27,6 +27,7 @@ def run_logged(settings: Settings, serve: Callable[[Log], int]) -> int:
         SettingsError: the process can't serve with these settings.
     """
     check_installed(settings.observe.tracing)
+    kept_memory.keep()
     if not settings.observe.core_dumps:
         core_dumps.forbid()
     observe = settings.observe

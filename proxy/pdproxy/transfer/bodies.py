@@ -7,7 +7,7 @@ from __future__ import annotations
 from msgspec import structs
 
 from pdproxy.tokens.ids import TokenIds
-from pdproxy.transfer.contract import encode, raw
+from pdproxy.transfer.contract import Dispatch, encode, raw
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.request import Parsed
 from pdproxy.wire.route import Route
@@ -17,9 +17,11 @@ _TRUE = raw(b"true")
 _USAGE_AT_THE_END = raw(b'{"include_usage":true,"continuous_usage_stats":false}')
 
 
-def prefill_fields(parsed: Parsed, prompt: Prompt) -> Fields:
+def prefill_fields(parsed: Parsed, prompt: Prompt, dispatch: Dispatch | None = None) -> Fields:
     """Return the fields of a prefill leg: one token, not streamed, with the prompt's ids where the
-    route's answers have them. The client's fields do not change.
+    route's answers have them and something uses them. The client's fields do not change.
+
+    `dispatch`: None where the contract's legs carry no ids.
     """
     fields = dict(parsed.fields)
     form = parsed.route.form
@@ -27,7 +29,17 @@ def prefill_fields(parsed: Parsed, prompt: Prompt) -> Fields:
         form.both(fields)
     form.prefill(fields)
     _set_prompt(fields, form, prompt)
+    if dispatch is None or not _uses_ids(parsed, dispatch):
+        fields.pop("return_token_ids", None)
     return fields
+
+
+def _uses_ids(parsed: Parsed, dispatch: Dispatch) -> bool:
+    """Return whether a prefill engine's ids are of use. Both engines make the same ids of a text,
+    but may render a chat in different ways.
+    """
+    is_text = parsed.route is Route.COMPLETIONS
+    return not is_text or dispatch.ids is not None or dispatch.compares_ids
 
 
 def decode_fields(parsed: Parsed, prompt: Prompt) -> Fields:

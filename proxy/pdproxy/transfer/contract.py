@@ -44,7 +44,8 @@ class Dispatch(msgspec.Struct, frozen=True):
     `prefill_peer` and `decode_peer`: the engines' ranks that the legs go to, and what is known of
     them; None if the contract has no `peers_from`. `turn`: `kv_transfer_params` of a decode engine
     that keeps KV of the prompt's beginning; the prefill engine must work on exactly `ids` then.
-    `answer_ids`: the decode engine is asked for the answer's ids.
+    `answer_ids`: the decode engine is asked for the answer's ids. `compares_ids`: the prefill
+    engine is asked for the prompt's ids also where no leg carries them.
     """
 
     leg_id: str | None = None
@@ -55,6 +56,7 @@ class Dispatch(msgspec.Struct, frozen=True):
     decode_peer: Peer | None = None
     turn: bytes | None = None
     answer_ids: bool = False
+    compares_ids: bool = False
 
     @property
     def prefill_ids(self) -> TokenIds | None:

@@ -6,6 +6,8 @@ from pdproxy.transfer.contract import Dispatch, FirstToken, Handle
 from pdproxy.wire.engine import PrefillAnswer
 from pdproxy.wire.route_form import Alone
 
+_BLANKS = (b" ", b"\t", b"\r", b"\n")
+
 
 def answered(
     answer: PrefillAnswer,
@@ -74,5 +76,6 @@ def holds_blocks(block_ids: bytes) -> bool:
 
     A long prompt has thousands: they are searched as bytes, not decoded.
     """
-    plain = block_ids.translate(None, b" \t\r\n")
+    spaced = any(blank in block_ids for blank in _BLANKS)
+    plain = block_ids.translate(None, b"".join(_BLANKS)) if spaced else block_ids
     return plain.startswith(b"[") and plain.find(b"[]") < 0 and plain.find(b"null") < 0

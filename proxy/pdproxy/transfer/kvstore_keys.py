@@ -41,7 +41,7 @@ _ids_decoder = msgspec.json.Decoder(list[int])
 
 def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
     """Return the prefill leg: store the prompt's KV under its key, load none."""
-    fields = prefill_fields(parsed, prompt)
+    fields = prefill_fields(parsed, prompt, dispatch)
     ids = _numbers(dispatch)
     params = KVTransferParams(
         prefix_prompt_ids=ids, kvcache_store_keys=store_keys(ids, _scope(parsed))

@@ -64,7 +64,7 @@ def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
     """
     assert dispatch.leg_id is not None
     assert dispatch.prefill_peer is not None
-    fields = until_length(prefill_fields(parsed, prompt), parsed.route.form)
+    fields = until_length(prefill_fields(parsed, prompt, dispatch), parsed.route.form)
     fields["kv_transfer_params"] = raw(msgspec.json.encode(prefill_params(dispatch.leg_id)))
     if (ids := dispatch.prefill_ids) is not None:
         with_ids(fields, parsed.route, ids)

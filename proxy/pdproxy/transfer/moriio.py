@@ -119,7 +119,7 @@ def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
     sizes of D.
     """
     peer, other = _peers(dispatch)
-    fields = until_length(prefill_fields(parsed, prompt), parsed.route.form)
+    fields = until_length(prefill_fields(parsed, prompt, dispatch), parsed.route.form)
     params = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -189,10 +189,10 @@ def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) ->
     fields = decode_fields(parsed, prompt)
     params = _to_writers_peer(peer, dispatch) if peer.mode == WRITE else given.params
     if given.token_ids is not None and not prompt.media:
-        if dispatch.ids is not None and parsed.route is Route.COMPLETIONS:
-            with_ids(fields, parsed.route, TokenIds(given.token_ids, given.prompt_tokens))
-        else:
+        if parsed.route is not Route.COMPLETIONS:
             params = params_with_ids(params, given.token_ids)
+        elif dispatch.ids is not None:
+            with_ids(fields, parsed.route, TokenIds(given.token_ids, given.prompt_tokens))
     fields["kv_transfer_params"] = raw(params)
     return LegRequest(parsed.route, encode(fields))
 

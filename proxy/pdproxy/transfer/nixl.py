@@ -70,7 +70,7 @@ def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
     With a decode engine's handle of the turn before, the engine pulls the KV of that beginning, and
     then holds all of it.
     """
-    fields = prefill_fields(parsed, prompt)
+    fields = prefill_fields(parsed, prompt, dispatch)
     fields["kv_transfer_params"] = _ASK if dispatch.turn is None else raw(dispatch.turn)
     if (ids := dispatch.prefill_ids) is not None:
         with_ids(fields, parsed.route, ids)
@@ -128,18 +128,18 @@ def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) ->
 
     vLLM 0.32.0 reads ids beside a handle for chats only, though its documents say otherwise. A
     completion's prompt becomes those ids if the proxy made ids, too. If not, both engines tokenize
-    the same text, and no template can differ.
+    the same text: no template can differ.
     """
     fields = decode_fields(parsed, prompt)
     if dispatch.answer_ids:
         fields["return_token_ids"] = raw(b"true")
     params = given.params
     if given.token_ids is not None and not prompt.media:  # engines ignore them beside media
-        if dispatch.ids is not None and parsed.route is Route.COMPLETIONS:
+        if parsed.route is not Route.COMPLETIONS:
+            params = params_with_ids(params, given.token_ids)
+        elif dispatch.ids is not None:
             # Never our own ids: a decode engine crashes if its prompt is not the handle's.
             with_ids(fields, parsed.route, TokenIds(given.token_ids, given.prompt_tokens))
-        else:
-            params = params_with_ids(params, given.token_ids)
     fields["kv_transfer_params"] = raw(params)
     return LegRequest(parsed.route, encode(fields))
 

@@ -4,10 +4,12 @@ forward them.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, cast
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, structs
+
+from pdproxy.wire import tokens
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What a decoder raises for other data than it was made for, deeply nested data included."""
@@ -107,19 +109,29 @@ MAX_OBJECTS = 4096
 of memory per byte.
 """
 
+_NO_IDS = (b'"', b"{", b":")
+"""What no list of ids has, and what could make another body of the one that the list is put into.
+"""
 _prefill = msgspec.json.Decoder(PrefillAnswer)
 _decode = msgspec.json.Decoder(DecodeAnswer)
 _error = msgspec.json.Decoder(ErrorAnswer)
 
 
 def prefill_answer(body: bytes) -> PrefillAnswer | None:
-    """Read a prefill engine's answer; None if it is not one."""
-    if len(body) > MAX_OBJECTS and body.count(b"{") > MAX_OBJECTS:
-        return None
+    """Read a prefill engine's answer; None if it is not one. The ids of a long prompt are not
+    parsed: they are cut out as bytes.
+    """
+    ids = b""
+    if len(body) > MAX_OBJECTS:
+        body, ids = tokens.split_prompt(body)
+        if body.count(b"{") > MAX_OBJECTS or any(mark in ids for mark in _NO_IDS):
+            return None
     try:
-        return _prefill.decode(body)
+        answer = _prefill.decode(body)
     except UNREADABLE:
         return None
+    # As bytes, since each reading of a `Raw` is a copy.
+    return structs.replace(answer, prompt_token_ids=cast("msgspec.Raw", ids)) if ids else answer
 
 
 def usage_of(body: bytes) -> Usage | None:

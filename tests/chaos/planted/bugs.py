@@ -458,11 +458,11 @@ BUGS: Mapping[str, Bug] = {
             Change(
                 "serving/stream/relay.py",
                 """\
-        batch = self._held.take()
+        batch, prompt_ids = self._held.take()
         if batch:
 """,
                 """\
-        batch = self._held.take()
+        batch, prompt_ids = self._held.take()
         if batch and not hasattr(output, "is_broken"):
 """,
             ),

@@ -80,8 +80,8 @@ class Attempt:
             contract = resources.transfer.contract
             if contract.needs_leg_id:
                 self._name(contract, request)
-            elif request.ids is not None:
-                self.dispatch = Dispatch(ids=request.ids)
+            elif request.ids is not None or request.key is not None:
+                self.dispatch = Dispatch(ids=request.ids, compares_ids=request.key is not None)
 
     def __repr__(self) -> str:
         urls = " -> ".join(lease.engine.url for lease in self.assignment.leases)
@@ -132,7 +132,12 @@ class Attempt:
         keeps_length = contract.decode_has_leg_id and contract.leg_id is minted_id
         self.shown_id = request.headers.shown_id(request.parsed)
         minted = mint(len(self.shown_id)) if keeps_length else mint()
-        dispatch = Dispatch(minted, request.ids, receiver=decode.receiver)
+        dispatch = Dispatch(
+            minted,
+            request.ids,
+            receiver=decode.receiver,
+            compares_ids=request.key is not None,
+        )
         if contract.capabilities.peers_from is not None and self.prefill_url is not None:
             prefill_peer = known[self.prefill_url].run.peers.take_turn()
             decode_peer = decode.run.peers.take_turn()

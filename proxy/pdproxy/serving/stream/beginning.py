@@ -37,11 +37,11 @@ class StreamBeginning(msgspec.Struct, frozen=True):
 UNKNOWN = StreamBeginning()
 
 
-def split(batch: bytes, *, takes_ids: bool = True) -> tuple[bytes, StreamBeginning]:
-    """Return the first events of a stream, and what they show.
-
-    `takes_ids`: without the prompt's ids, thousands in one event.
+def shown(batch: bytes, prompt_ids: bytes) -> StreamBeginning:
+    """Return what the first events of a stream show. `prompt_ids`: those that were cut out of them,
+    b"" if none were.
     """
-    rest, prompt_ids = tokens.split_prompt(batch)
-    is_parsed = _DELTA in rest and any(mark in rest for mark in _PARSED)
-    return rest if takes_ids else batch, StreamBeginning(prompt_ids, is_parsed)
+    if not prompt_ids:
+        batch, prompt_ids = tokens.split_prompt(batch)
+    is_parsed = _DELTA in batch and any(mark in batch for mark in _PARSED)
+    return StreamBeginning(prompt_ids, is_parsed)

@@ -126,7 +126,7 @@ class Relay:
         self._is_stream = False
         # counts all that is held; keeps a whole answer, or the beginning of an event
         self._share = self.budget.share()
-        self._held = HeldEvents(self._share)  # of a stream, until it flows
+        self._held = HeldEvents(self._share, takes_ids)  # of a stream, until it flows
         self.output: ResponseWriter | None = None  # before the stream flows
         self.beginning = beginning.UNKNOWN
         """What a stream with ids has begun with, once it flows."""
@@ -173,13 +173,13 @@ class Relay:
         self.output, self._leg, self.headers = output, leg, []
         self._phase = Phase.FLOWING if self._phase is Phase.PROVEN else self._phase
         output.on_pressure(self._pause, self._resume)
-        batch = self._held.take()
+        batch, prompt_ids = self._held.take()
         if batch:
             shown = self.filter.shown(batch) if not sse.has_tiny_lines(batch) else batch
             direct = direct and shown is batch  # other events may have the same form
             batch = shown
             if self.fast_path.keeps_ids:
-                batch, self.beginning = beginning.split(batch, takes_ids=self.fast_path.takes_ids)
+                self.beginning = beginning.shown(batch, prompt_ids)
             self._forward(batch)
         if self._ending is not None:
             self._stream_over(self._ending)
@@ -290,7 +290,7 @@ class Relay:
             self._commented += len(batch)
             self._comment(batch)
             return
-        self._held.add(batch)
+        batch = self._held.add(batch)
         if self._phase is Phase.PROVEN:
             return
         try:
