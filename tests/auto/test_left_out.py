@@ -59,7 +59,11 @@ class Thorough(Auto):
             load for load in (*view.worth_whole(cached), *prefills) if load in view.serve_whole
         ]
         view._turn = turn
-        found = [costs.whole(look(load))[0] + look(load).tpot_cost for load in wholes]
+        found = []
+        for load in wholes:
+            one = look(load)
+            cost, _ = costs.whole(one)
+            found.append(cost + (one.tpot_cost - one.late * one.slow))
         for prefill in prefills:
             for decode in view.worth_decode():
                 if prefill is not decode and candidates.compatible(prefill.engine, decode.engine):

@@ -257,7 +257,7 @@ class Auto(Placement):
             if cost >= bound:
                 continue
             costs.answer(one, now, tokens, output)
-            cost += one.tpot_cost
+            cost += one.tpot_cost - one.late * one.slow
             if cost < least:
                 least, best, best_ttft = cost, one, ttft
                 bound = min(bound, cost)

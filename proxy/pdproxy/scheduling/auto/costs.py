@@ -12,7 +12,6 @@ from pdproxy.scheduling.slo import Slo
 
 _LINE = 0.5
 """How much of the transfers that are to come a transfer waits for."""
-_FAR = 30.0
 _LATE = 1.25
 """How much later than its limit a first token is predicted, where waiting for it is hopeless."""
 _LEAST_LEFT = 0.25
@@ -27,11 +26,10 @@ def chance(distance: float) -> float:
     """Return the chance that a limit is missed: 0.5 at a distance of 0, in widths; the logistic
     function.
     """
-    if distance < -_FAR:
+    try:
+        return 1.0 / (1.0 + math.exp(-distance))
+    except OverflowError:
         return 0.0
-    if distance > _FAR:
-        return 1.0
-    return 1.0 / (1.0 + math.exp(-distance))
 
 
 class Look:
@@ -46,12 +44,14 @@ class Look:
         "first_s",
         "full_s",
         "kept_share",
+        "late",
         "load",
         "longer_s",
         "number",
         "per_s",
         "rise",
         "seconds",
+        "slow",
         "step_s",
         "steps",
         "tpot_cost",
@@ -84,6 +84,10 @@ class Look:
     """Of the prefill: the harm to the sequences there, and the engine's time."""
     tpot_cost: float
     """Of decoding there."""
+    late: float
+    """How likely the first token is late if the request is served whole there."""
+    slow: float
+    """How likely the tokens after it are slow there. Both together is one miss."""
     distance: float
     """How far the sequences there are beyond their limit of TPOT, in widths."""
     per_s: float
@@ -210,24 +214,25 @@ class Costs:
                 tpot = max(most, step)
         one.step_s, one.tpot_s, one.full_s = step, tpot, full
         limit, gap = self._tpot, self._gap
-        cost = (
-            chance((tpot - limit) * self._tpot_width) + self._tpot_s * tpot
-            if limit is not None
-            else 0.0
-        )
+        one.slow = cost = 0.0
+        if limit is not None:
+            one.slow = slow = chance((tpot - limit) * self._tpot_width)
+            cost = slow + self._tpot_s * tpot
         if gap is not None and full > gap:
             cost += load.delay_share(now)
         one.tpot_cost = cost
 
     def whole(self, look: Look) -> tuple[float, float]:
-        """Return what it costs that an engine serves the request whole, but for its `tpot_cost`,
-        and its TTFT.
+        """Return what it costs that an engine serves the request whole, but for its `tpot_cost`
+        where it is not late, and its TTFT.
         """
         load = look.load
         ttft = look.first_s + load.times.to_client_s
         cost = look.cost + self._ttft_s * ttft
+        look.late = 0.0
         if self._ttft is not None:
-            cost += chance((ttft - self._ttft) * self._ttft_width)
+            look.late = late = chance((ttft - self._ttft) * self._ttft_width)
+            cost += late
         return (cost + self._kept if load.kept else cost), ttft
 
     def split(
@@ -250,7 +255,7 @@ class Costs:
         )
         cost = prefill.cost + decode.tpot_cost + self._engine_s * pull + self._ttft_s * ttft
         if self._ttft is not None:
-            cost += chance((ttft - self._ttft) * self._ttft_width)
+            cost += chance((ttft - self._ttft) * self._ttft_width) * (1.0 - decode.slow)
         if load.decoding:
             count = load.decoding + load.expected
             if self._tpot is not None:

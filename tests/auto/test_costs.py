@@ -1,0 +1,57 @@
+"""What a choice costs: a request is missed once, whatever it misses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from msgspec import structs
+
+from pdproxy.scheduling.auto.costs import Costs, Look, chance
+from pdproxy.scheduling.auto.loads import PredictedLoad
+from pdproxy.scheduling.auto.times import WorkTimes
+from pdproxy.scheduling.auto.weights import WEIGHTS
+from pdproxy.scheduling.ledger_engine import Role
+from pdproxy.scheduling.slo import Slo
+from tests.auto.fleets import H200, ask, auto, ledger, node
+
+MISSES_ALONE = structs.replace(WEIGHTS, ttft=0.0, tpot=0.0, engine_s=0.0)
+"""Latencies and seconds of engines cost nothing."""
+MISSES = pytest.mark.parametrize(
+    ("slo", "misses"),
+    [
+        (Slo(ttft=0.001, tpot=0.0001), 1.0),
+        (Slo(ttft=0.001, tpot=1.0), 1.0),
+        (Slo(ttft=9.0, tpot=0.0001), 1.0),
+        (Slo(ttft=9.0, tpot=1.0), 0.0),
+    ],
+)
+
+
+@MISSES
+def test_a_whole_request_that_misses_both_limits_is_one_miss(slo: Slo, misses: float) -> None:
+    of = ledger(auto(slo, weights=MISSES_ALONE), [Role.AGGREGATED])
+    assignment = of.place(ask(1.0), split=False)
+    assert assignment is not None
+    assert assignment.values is not None
+    assert assignment.values["cost"] == pytest.approx(misses, abs=1e-3)
+
+
+@MISSES
+def test_a_split_request_that_misses_both_limits_is_one_miss(slo: Slo, misses: float) -> None:
+    costs = Costs(slo, MISSES_ALONE)
+    prefill, decode = (
+        Look(PredictedLoad(node(url), WorkTimes(H200, 2048)))
+        for url in ("http://0:1", "http://1:1")
+    )
+    for look in (prefill, decode):
+        costs.look(look, 1.0, 4000, 0, 128.0, 0.0)
+        costs.answer(look, 1.0, 4000, 128.0)
+    assert costs.split(prefill, decode, 4000, 1.0)[0] == pytest.approx(misses, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("distance", "found"), [(-1e9, 0.0), (-math.inf, 0.0), (0.0, 0.5), (1e9, 1.0), (math.inf, 1.0)]
+)
+def test_a_chance_is_one_however_far_the_limit_is(distance: float, found: float) -> None:
+    assert chance(distance) == found
