@@ -58,14 +58,12 @@ STOPSIGNAL SIGTERM
 # and each other answer than 200, `pdproxy health` judges: it reads the same variables and the same file (PDPROXY_CONFIG) as the proxy,
 # so it knows port and TLS; options of `serve` it does not know. If clients need certificates, override it and add --cert and --key.
 # Simulated engines have the same route: their port is 8000, or what PDPROXY_LISTEN__PORT says.
-SHELL ["/bin/bash", "-c"]
-# Without an exec form, since it is a script of the shell.
-# hadolint ignore=DL3025
-HEALTHCHECK --interval=5s --timeout=3s --start-period=15s --retries=3 \
-    CMD test -z "$PDPROXY_CONFIG$PDPROXY_LISTEN__UDS${!PDPROXY_LISTEN__TLS*}" \
-        && { printf 'GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n' >&3 \
-            && read -r -t 1 _ status _ <&3 && test "$status" = 200; } 2>/dev/null 3<>"/dev/tcp/127.0.0.1/${PDPROXY_LISTEN__PORT:-8000}" \
-        || exec pdproxy health --timeout 1.5
+# Bash is named here, since Podman runs a health check without an exec form by sh, whatever the image's shell is.
+HEALTHCHECK --interval=5s --timeout=3s --start-period=15s --retries=3 CMD ["/bin/bash", "-c", "\
+    test -z \"$PDPROXY_CONFIG$PDPROXY_LISTEN__UDS${!PDPROXY_LISTEN__TLS*}\" \
+    && { printf 'GET /health HTTP/1.1\\r\\nHost: localhost\\r\\nConnection: close\\r\\n\\r\\n' >&3 \
+        && read -r -t 1 _ status _ <&3 && test \"$status\" = 200; } 2>/dev/null 3<>\"/dev/tcp/127.0.0.1/${PDPROXY_LISTEN__PORT:-8000}\" \
+    || exec pdproxy health --timeout 1.5"]
 ENTRYPOINT ["pdproxy"]
 CMD ["serve"]
 

@@ -468,7 +468,8 @@ async def health_check(port: int, folder: Path, config: str | None = None) -> tu
     """Run the image's health check against a port of this machine; return its exit code, and
     whether it has started Python. `folder`: where it finds `pdproxy`.
     """
-    options, _, command = the("HEALTHCHECK").partition(" CMD ")
+    options, _, words = the("HEALTHCHECK").partition(" CMD ")
+    *shell, command = json.loads(words)
     within = re.search(r"--timeout=(\d+)s", options)
     waits = re.search(r"read -r -t (\d+) ", command), re.search(r"--timeout ([\d.]+)$", command)
     assert within is not None
@@ -484,7 +485,7 @@ async def health_check(port: int, folder: Path, config: str | None = None) -> tu
     # The check must not use an HTTP proxy of the environment.
     env |= {"http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
     process = await asyncio.create_subprocess_exec(
-        *json.loads(the("SHELL")), command, env=env, stderr=asyncio.subprocess.DEVNULL
+        *shell, command, env=env, stderr=asyncio.subprocess.DEVNULL
     )
     return await asyncio.wait_for(process.wait(), 30), started.exists()
 
