@@ -139,6 +139,12 @@ def _section(
     for name, item in value.items():
         if not _is_name(name, where, path, found):
             continue
+        if now := kind.former.get(name) if issubclass(kind, Section) else None:
+            old, new = (spell_key((*path, one)) for one in (name, now))
+            line = found.line((*path, name))
+            place = f": change line {line}" if line else ""
+            found.add(path, f"{old}: is called {new} now{place}{where}")
+            continue
         if name not in fields:
             hint = (not path and _further_in(name, kind)) or did_you_mean(name, fields)
             found.add(path, f"{spell_key((*path, name))}: unknown key{hint}{where}")

@@ -47,12 +47,13 @@ def naming_pool(at: int, name: str, *, pools: int) -> Iterator[None]:
 
 class Mistakes:
     """Everything that is wrong with the settings, in the order in which it was found, and where
-    each value was read.
+    each value and key was read.
     """
 
     def __init__(self) -> None:
         self._found: dict[str, KeyPath] = {}
         self._sources: dict[KeyPath, str] = {}
+        self._lines: dict[KeyPath, int] = {}
 
     def add(self, path: KeyPath, *texts: str) -> None:
         """Add mistakes in the value of a key. The empty path: nothing is known of any key."""
@@ -72,6 +73,14 @@ class Mistakes:
     def read_from(self, path: KeyPath, where: str) -> None:
         """Note where a key's value was read: ` (--port)`."""
         self._sources[path] = where
+
+    def read_at(self, path: KeyPath, line: int) -> None:
+        """Note the line of a file in which a key stands."""
+        self._lines[path] = line
+
+    def line(self, path: KeyPath) -> int | None:
+        """Return the line of a file in which a key stands; None: it stands in none."""
+        return self._lines.get(path)
 
     def source(self, path: KeyPath) -> str:
         """Return where the value of a key was read, as the end of an error: its own source, or that

@@ -31,7 +31,8 @@ stand for billions.
 
 
 def read_yaml(path: Path, found: Mistakes) -> object:
-    """Return what the file holds, None if nothing. Keys that are given twice are added to `found`.
+    """Return what the file holds, None if nothing. The lines of its keys are noted in `found`, and
+    keys that are given twice are added.
 
     Raises:
         SettingsError: it can't be read, is no regular file, is no YAML, or holds too much.
@@ -44,7 +45,7 @@ def read_yaml(path: Path, found: Mistakes) -> object:
             return None
         if _count(root, {}, name) > MAX_VALUES:
             raise SettingsError(f"{name}: its aliases stand for more than {MAX_VALUES} values")
-        _find_duplicates(root, (), set(), name, found)
+        _note_keys(root, (), set(), name, found)
         return _construct(loader, root, name)
     except SettingsError:
         raise
@@ -99,15 +100,14 @@ def _count(node: yaml.Node, counts: dict[int, int | None], name: str) -> int:
     return count
 
 
-def _find_duplicates(
-    node: yaml.Node, path: KeyPath, seen: set[int], name: str, found: Mistakes
-) -> None:
+def _note_keys(node: yaml.Node, path: KeyPath, seen: set[int], name: str, found: Mistakes) -> None:
+    """Note the lines of all keys, and add those that are given twice to `found`."""
     if id(node) in seen:  # an alias: checked where it was defined
         return
     seen.add(id(node))
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            _find_duplicates(item, (*path, index), seen, name, found)
+            _note_keys(item, (*path, index), seen, name, found)
     elif isinstance(node, yaml.MappingNode):
         lines: dict[tuple[str, str], int] = {}
         for key, value in node.value:
@@ -121,7 +121,8 @@ def _find_duplicates(
                     f"{spell_key(here)}: given twice, in line {first} and {line} (file {name})",
                 )
             lines[key.tag, key.value] = line
-            _find_duplicates(value, here, seen, name, found)
+            found.read_at(here, line)
+            _note_keys(value, here, seen, name, found)
 
 
 def _one_line(text: str) -> str:

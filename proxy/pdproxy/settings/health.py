@@ -7,7 +7,8 @@ whose engines fail. Owns names, units, bounds and defaults.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -56,6 +57,7 @@ class OutlierSettings(Section, frozen=True):
     for a time.
     """
 
+    former: ClassVar[Mapping[str, str]] = {"eject_for": "exclude_for"}
     interval: Switch[Annotated[float, Meta(ge=0, le=604_800)]] = 10.0
     """Seconds between two comparisons, each of the last half minute. 0: engines are not
     compared.

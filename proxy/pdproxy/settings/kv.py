@@ -7,8 +7,8 @@ configuration where these have some.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Literal
+from collections.abc import Iterable, Mapping
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -112,6 +112,7 @@ class Prefixes(Section, frozen=True):
     it. Else nothing is kept.
     """
 
+    former: ClassVar[Mapping[str, str]] = {"heal": "refresh"}
     unit: Annotated[int, Meta(ge=1, le=1024)] = 16
     """Tokens by which prompts are compared: the engines' block size, or a whole part of it."""
 

@@ -9,11 +9,11 @@ units. A value of the wrong kind is refused with its key before anything is buil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
@@ -106,6 +106,9 @@ Switch = Annotated[Value, Live(is_switch=True)]
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A section: immutable, filled by name, without unknown fields."""
+
+    former: ClassVar[Mapping[str, str]] = {}
+    """The fields' names in earlier versions, each with the name now: they are refused with it."""
 
     @classmethod
     def of_text(cls, text: str) -> dict[str, object] | None:
