@@ -50,14 +50,17 @@ def stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     """A program in the place of `pdproxy plan`; it notes its options."""
 
     def made(
-        best: dict[str, Any] | None, said: str = "Split.\nIt keeps it.\n\ntable", code: int = 0
+        best: dict[str, Any] | None,
+        said: str = "Split.\nIt keeps it.\n\ntable",
+        code: int = 0,
+        **more: Any,
     ) -> Path:
         program, noted = tmp_path / "plan.py", tmp_path / "noted"
         program.write_text(
             "import sys, time\n"
             f"open({str(noted)!r}, 'w').write(' '.join(sys.argv[2:]))\n"
             f"file = sys.argv[sys.argv.index('--json') + 1]\n"
-            f"open(file, 'w').write({json.dumps({'plan': best})!r})\n"
+            f"open(file, 'w').write({json.dumps({'plan': best, **more})!r})\n"
             f"print({said!r})\n"
             f"time.sleep({60 if code < 0 else 0})\n"
             f"sys.exit({code})\n"
@@ -110,6 +113,14 @@ async def test_its_answer_is_used(
         "--rate": "8.0",
         "--chunks": "2048",
     }
+
+
+async def test_what_the_answer_rests_on_is_shown(stands_in: Callable[..., Path]) -> None:
+    beyond = {"beyond": {}, "off": {}, "lines": ["The profile was not", "fitted to it."]}
+    stands_in(best(0, 0, 8, 1024, None), extrapolated=beyond)
+    found = await choose(OPTIONS, 8)
+    assert found.arrangement == "8A"
+    assert found.reasons[2:] == ("  The profile was not", "  fitted to it.")
 
 
 async def test_wrong_options_are_told_and_a_late_answer_is_done_without(

@@ -249,6 +249,7 @@ def as_json(found: PlanAnswer) -> dict[str, Any]:
         else {
             "beyond": {one.name: one.asked for one in found.extrapolated.outside},
             "off": found.extrapolated.off,
+            "lines": found.extrapolated.lines,
         },
         "do_not_fit": found.sizes.refused,
         "alternatives": [_entry(one, result.gpus) for one in result.found],

@@ -32,8 +32,13 @@ class _Best(msgspec.Struct):
     prefill_max_num_batched_tokens: int | None
 
 
+class _Extrapolated(msgspec.Struct):
+    lines: list[str]
+
+
 class _Answer(msgspec.Struct):
     plan: _Best | None
+    extrapolated: _Extrapolated | None = None
 
 
 async def choose(options: UpOptions, engines: int) -> Chosen:
@@ -83,11 +88,15 @@ def _ms(seconds: float) -> str:
 def _chosen(ended: Ended, said: str, content: bytes) -> Chosen:
     # what is best, what it serves, and why; behind an empty line are the alternatives
     lines = said.partition("\n\n")[0].splitlines()
+    words: tuple[str, ...]
     words = (f"`pdproxy plan` for this load: {lines[0]}", *(f"  {line}" for line in lines[1:]))
     try:
-        best = msgspec.json.decode(content, type=_Answer).plan
+        found = msgspec.json.decode(content, type=_Answer)
     except msgspec.MsgspecError:
-        best = None
+        found = _Answer(None)
+    best = found.plan
+    if found.extrapolated is not None:
+        words += tuple(f"  {line}" for line in found.extrapolated.lines)
     if ended.code == _NONE_KEEPS or best is None:
         return Chosen("auto", reasons=words)
     chunk = best.max_num_batched_tokens
