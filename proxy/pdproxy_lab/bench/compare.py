@@ -142,6 +142,8 @@ def table_of(records: Sequence[Record], column: Callable[[Record], str] = name_o
         for p in PERCENTILES:
             word = "median" if p == 50 else f"p{p}"
             rows.append(row(f"{title} p{p}", "ms", 1, *place, f"{word}_{key}_ms"))
+    over = ("pdproxy", "ttft_over_prediction")
+    rows.append(row("TTFT over prediction", "%", 1, *over, factor=100.0))
     for name in dict.fromkeys(str(slo.get("name")) for record in records for slo in _slos(record)):
         goods = [[_slo(one, name) for one in column] for column in columns]
         for title, unit, key, factor in (

@@ -9,17 +9,33 @@ from __future__ import annotations
 
 import re
 
+import msgspec
+
 HEADER = "x-pdproxy-decision"
 ASKED = {HEADER: "1"}
 """The header of a request that asks for the answer's header of the same name."""
 MAX_LENGTH = 1000
 """Characters that are kept of it."""
 _WORD = re.compile(r"[A-Za-z0-9_.-]{1,32}")
+_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?(e-[0-9]{1,2})?")
 
 
-def parts_of(decision: str) -> tuple[str, str] | None:
-    """Return what was chosen (`whole`, `split`) and the reason. None: it does not say so."""
-    choice, *named = decision.split("; ")
-    choice = choice.partition(" ")[0]
-    reason = next((one[7:] for one in named if one.startswith("reason=")), "")
-    return (choice, reason) if _WORD.fullmatch(choice) and _WORD.fullmatch(reason) else None
+class Decision(msgspec.Struct, frozen=True):
+    """What was chosen (`whole`, `split`), and why. `ttft`: the time until the first token that was
+    predicted, in seconds; None: nothing was.
+    """
+
+    choice: str
+    reason: str
+    ttft: float | None = None
+
+
+def decision_of(header: str) -> Decision | None:
+    """Read the header's value. None: it has no choice, or no reason."""
+    first, *named = header.split("; ")
+    choice = first.partition(" ")[0]
+    values = dict(part.partition("=")[::2] for part in named)
+    reason, ttft = values.get("reason", ""), values.get("ttft", "")
+    if not _WORD.fullmatch(choice) or not _WORD.fullmatch(reason):
+        return None
+    return Decision(choice, reason, float(ttft) if _SECONDS.fullmatch(ttft) else None)

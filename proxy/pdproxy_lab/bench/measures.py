@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pdproxy_lab.bench.decision import parts_of
+from pdproxy_lab.bench.decision import decision_of
 from pdproxy_lab.bench.outcome import Observed, Outcome
 from pdproxy_lab.bench.slo import OWN_CLASS, BenchSlo
 
@@ -83,6 +83,8 @@ class Summary(msgspec.Struct, kw_only=True):
     ttft: Spread | None = None
     ttft_from_sent: Spread | None = None
     """From when the request was sent, as vLLM's benchmark counts."""
+    ttft_over_prediction: float | None = None
+    """By how much of it `ttft_from_sent` was longer on average than pdproxy had predicted."""
     tpot: Spread | None = None
     itl: Spread | None = None
     gap: Spread | None = None
@@ -175,10 +177,9 @@ def _by_decision(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
     """Return the requests by choice, and by choice and reason, the most frequent first."""
     found: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
-        parts = None if outcome.decision is None else parts_of(outcome.decision)
-        if parts is not None:
-            choice, reason = parts
-            for name in (choice, f"{choice}: {reason}"):
+        decision = None if outcome.decision is None else decision_of(outcome.decision)
+        if decision is not None:
+            for name in (decision.choice, f"{decision.choice}: {decision.reason}"):
                 found.setdefault(name, []).append(outcome)
     most = sorted(found, key=lambda name: len(found[name]), reverse=True)[:MAX_DECISIONS]
     return {name: found[name] for name in most}
@@ -239,6 +240,7 @@ def _lag(seen: Observed) -> Lag:
 def _measure(made: Summary, done: Sequence[Outcome]) -> None:
     made.ttft = spread_of([o.ttft for o in done if o.ttft is not None])
     made.ttft_from_sent = spread_of([o.times[0] - o.sent for o in done])
+    made.ttft_over_prediction = _over_prediction(done)
     made.e2e = spread_of([o.e2e for o in done if o.e2e is not None])
     made.gap = spread_of([o.worst_gap for o in done if o.worst_gap is not None])
     made.peak_tokens_per_s = float(
@@ -267,6 +269,17 @@ def _measure(made: Summary, done: Sequence[Outcome]) -> None:
         made.remarks.append(
             f"{made.short} answers are shorter than asked: does the server ignore ignore_eos?"
         )
+
+
+def _over_prediction(done: Sequence[Outcome]) -> float | None:
+    """Compare sums: with single ratios, one short prediction would outweigh many."""
+    predicted = measured = 0.0
+    for one in done:
+        decision = None if one.decision is None else decision_of(one.decision)
+        if decision is not None and decision.ttft is not None:
+            predicted += decision.ttft
+            measured += one.times[0] - one.sent
+    return measured / predicted - 1 if predicted else None
 
 
 def _count_cached(made: Summary, done: Sequence[Outcome]) -> None:

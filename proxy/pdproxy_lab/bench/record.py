@@ -125,6 +125,7 @@ def _measures(summary: Summary, slos: Sequence[BenchSlo]) -> tuple[Record, Recor
         "error_texts": summary.error_texts,
         **_spread("gap", summary.gap),
         **_spread("ttft_from_sent", summary.ttft_from_sent),
+        "ttft_over_prediction": summary.ttft_over_prediction,
         "slos": [
             {
                 **{

@@ -15,6 +15,7 @@ _FEW = "needs "
 _ALWAYS = (_FEW, "the server reports no ")
 _LINES = ("throughput", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "prompt tokens cached")
 """What a table with a line per column has of it, beside goodput."""
+_OF_PARTS = ("requests completed", "TTFT over prediction")
 _MAX_LINES = 40
 """Remarks that are printed. More are in the JSON."""
 
@@ -61,15 +62,19 @@ def cells_of(table: Table) -> list[list[str]]:
 def tables_of_parts(records: Sequence[Record]) -> Iterator[tuple[str, list[list[str]]]]:
     """Yield a caption, and as texts a table of a server's classes or decisions."""
     for caption, table in part_tables(records):
-        yield f"{caption}: medians, in req/s and ms", lines_of(table, "", "requests completed")
+        yield f"{caption}: medians, in req/s and ms", lines_of(table, "", *_OF_PARTS)
 
 
 def lines_of(table: Table, title: str, *more: str) -> list[list[str]]:
     """Return a table as texts, with a line for each of its columns and a row of titles. `title`: of
-    the names; `more`: rows that it has beside the usual ones.
+    the names; `more`: what the lines of parts have beside the usual; they have no rates of good
+    requests.
     """
     rows = [
-        row for row in table.rows if row.title in (*more, *_LINES) or row.title.startswith("good: ")
+        row
+        for row in table.rows
+        if row.title in (*more, *_LINES)
+        or (row.title.startswith("good: ") and (row.unit == "%" or not more))
     ]
     titles = [f"{row.title} (%)" if row.unit == "%" else row.title for row in rows]
     found = [[title, *titles]]
