@@ -12,18 +12,21 @@ from functools import partial
 from pdproxy_operator import definitions
 from tests.chart.render import ROOT, text_of
 from tests.chart.sets import SETS
+from tests.release import version
 
-_HEAD = """\
+_HEAD = f"""\
 # Two prefill and two decode engines (vLLM, Qwen3-0.6B, a GPU each), and two proxies: what
 # `helm template` makes of configs/chart with these values:
 #
-#   engineDefaults: {model: Qwen/Qwen3-0.6B}
+#   engineDefaults: {{model: Qwen/Qwen3-0.6B}}
 #   engines:
-#     - {name: prefill, role: prefill, replicas: 2}
-#     - {name: decode, role: decode, replicas: 2, args: [--max-num-seqs=256]}
+#     - {{name: prefill, role: prefill, replicas: 2}}
+#     - {{name: decode, role: decode, replicas: 2, args: [--max-num-seqs=256]}}
 #
-# Put the name of your image in place of pdproxy:0.1.0, and your namespace in place of `default` at
-# the subject of the RoleBinding. Then: kubectl apply -f configs/kubernetes/2p2d.yaml
+# Put the name of your image in place of pdproxy:{version.current()}, and your namespace in place
+# of `default` at the subject of the RoleBinding. Then:
+#
+#   kubectl apply -f configs/kubernetes/2p2d.yaml
 #
 # Made by `python -m tests.chart.generate`: edit the chart.
 """

@@ -14,6 +14,7 @@ from pdproxy.serving.access.routes import TABLE
 from tests.chart.pod_security import against_restricted
 from tests.chart.render import ROOT, Objects, of_kind, pod_of, rendered, settings_of
 from tests.chart.sets import ENGINES, IMAGE, SETS
+from tests.release import version
 
 PODS_ALONE = [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
 POOLS_TOO = [
@@ -182,7 +183,7 @@ def test_values_have_no_secrets() -> None:
 @pytest.mark.parametrize(
     ("image", "name"),
     [
-        ({}, "pdproxy:0.1.0"),
+        ({}, f"pdproxy:{version.current()}"),
         ({"repository": "r/p", "tag": "v9"}, "r/p:v9"),
         ({**IMAGE, "tag": "v9"}, f"{IMAGE['repository']}@{IMAGE['digest']}"),
     ],

@@ -19,6 +19,7 @@ from pdproxy_operator.resources import Proxy, Runtime
 from tests.chart.render import CHART, Objects, of_kind, rendered
 from tests.chart.sets import SETS
 from tests.operator.resources import proxy, runtime
+from tests.release import version
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 NOT_HERE = {
@@ -60,7 +61,7 @@ def resources_of(values: Mapping[str, Any]) -> tuple[Proxy, list[Runtime]]:
     more: dict[str, Any] = {
         "config": config,
         "template": template,
-        "image": _image(values["image"], "0.1.0"),
+        "image": _image(values["image"], version.current()),
     }
     for name in ("clientKeys", "adminKeys", "engineKey"):
         if values[name]["existingSecret"]:
@@ -120,6 +121,7 @@ def _runtime(engine: dict[str, Any]) -> Runtime:
         key = {"name": secret, "key": engine["hfToken"]["key"]}
         env = [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": key}}, *env]
     metadata = {"labels": engine["podLabels"], "annotations": engine["podAnnotations"]}
+    own = f"pdproxy:{version.current()}"
     model = {"name": "sim" if engine["simulated"] else engine["model"]}
     if engine["servedModelName"]:
         model["served"] = engine["servedModelName"]
@@ -129,7 +131,7 @@ def _runtime(engine: dict[str, Any]) -> Runtime:
         **spec,
         model=model,
         env=env,
-        image="pdproxy:0.1.0" if engine["simulated"] else _image(engine["image"], "latest"),
+        image=own if engine["simulated"] else _image(engine["image"], "latest"),
         replicas=1 if engine["replicas"] is None else engine["replicas"],
         drain={"seconds": drain},
         terminationGracePeriodSeconds=drain + 60,
