@@ -6,7 +6,8 @@ Usage: tokenize_cost.py --model FOLDER [--tokens 100 1000 10000 100000] [--repea
 Measured in one thread, from the request's fields to the JSON of its ids, as the proxy's thread does
 it. The CPU time is that thread's, the median of the repeats. "Nothing cached" is an engine's way:
 transformers renders and encodes the whole chat. A chat's turns have 200 tokens each. "One turn
-more" is a known conversation with an answer and a question added.
+more" is a known conversation with an answer and a question added. "First": what `auto` and `prefix`
+wait for before they choose an engine, if no engine has more of the prompt than its first ids say.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,22 @@ import msgspec
 import stage
 from pdproxy.tokens.chat import ContentFormat, conversation, read_chat
 from pdproxy.tokens.ids import TokenIds
-from pdproxy.tokens.tokenizer import Tokenizer, ids_of, load
+from pdproxy.tokens.tokenizer import Tokenizer, ids_of, load, prompt_text
 from pdproxy.wire.request import Parsed, parse
 from pdproxy.wire.route import Route
 
 FORMS: dict[bool, ContentFormat] = {False: "string", True: "string"}
 TURN = 200
-COLUMNS = ("completion", "GIL held", "chat", "chat, nothing cached", "chat, one turn more")
+COLUMNS = (
+    "completion",
+    "GIL held",
+    "chat",
+    "chat, nothing cached",
+    "chat, one turn more",
+    "completion, first",
+    "chat, first",
+    "chat, one turn more, first",
+)
 
 
 def rss() -> float:
@@ -80,6 +91,13 @@ def measure(model: str, tokens: int, repeat: int) -> list[float]:
     def ids(parsed: Parsed) -> TokenIds:
         return ids_of(tokenizer, parsed, parsed.prompts[0], FORMS)
 
+    def first(parsed: Parsed) -> object:
+        text = prompt_text(tokenizer, parsed, parsed.prompts[0], FORMS)
+        return tokenizer.beginning(text)
+
+    def new(at: int, make: Callable[[int], Parsed]) -> Parsed:
+        return make(at + repeat)  # of which the cache has nothing
+
     def completion(at: int) -> Parsed:
         return request(Route.COMPLETIONS, prompt=text(at, round(tokens / per_word)))
 
@@ -114,6 +132,9 @@ def measure(model: str, tokens: int, repeat: int) -> list[float]:
         median(chat, ids, repeat),
         median(chat, whole, repeat),
         median(longer, ids, repeat),
+        median(partial(new, make=completion), first, repeat),
+        median(partial(new, make=chat), first, repeat),
+        median(partial(new, make=longer), first, repeat),
     ]
 
 

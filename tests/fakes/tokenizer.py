@@ -7,7 +7,8 @@ from typing import Any
 
 from pdproxy.tokens.chat import Chat, ContentFormat, conversation
 from pdproxy.tokens.errors import UnusableError
-from pdproxy.tokens.ids import TokenIds, from_numbers
+from pdproxy.tokens.ids import BegunIds, TokenIds, from_numbers
+from pdproxy.tokens.tokenizer import PromptText
 from pdproxy_lab.sim.api.template import render
 from pdproxy_lab.sim.facts import Template
 from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
@@ -26,6 +27,7 @@ class SimTokenizer:
         self._tokenizer = BuiltInTokenizer(add_bos)
         self.gate = threading.Event()
         self.gate.set()
+        self.first: int | None = None
         self.made = 0
         self.waiting = 0
 
@@ -37,9 +39,19 @@ class SimTokenizer:
         self.made += 1
         return from_numbers(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
-    def chat(self, chat: Chat, form: ContentFormat, scope: bytes = b"") -> TokenIds:
-        """The ids of a chat."""
-        text = render(
+    def beginning(self, text: PromptText) -> BegunIds | None:
+        """The ids of the first `first` characters, None to have all made."""
+        if self.first is None:
+            return None
+        read = text.text[: self.first]
+        special = text.add_special_tokens
+        ids = from_numbers(self._tokenizer.encode(read, add_special_tokens=special))
+        tokens = ids.count * len(text.text) // max(1, len(read))
+        return BegunIds(ids, tokens, is_whole=read == text.text)
+
+    def rendered(self, chat: Chat, form: ContentFormat) -> str:
+        """The text of a chat."""
+        return render(
             self._template,
             conversation(chat.messages, form, developer=True),
             tools=[_known(tool) for tool in chat.tools or ()],
@@ -47,7 +59,6 @@ class SimTokenizer:
             continue_final_message=chat.arguments["continue_final_message"],
             kwargs=chat.arguments,
         )
-        return self.completion(text, add_special_tokens=chat.add_special_tokens)
 
 
 def _known(value: Any) -> Any:

@@ -127,7 +127,7 @@ async def knowing(
                     kv_events=KvEvents(enabled=config is not None),
                     prefixes=Prefixes(**(prefixes or {})),
                     policy=policy or PoolPolicy(prefill="prefix", decode="prefix"),
-                    tokenize="always" if tokenizer is not None else "auto",
+                    tokenize="always" if tokenizer and tokenizer.first is None else "auto",
                     tokenizer="model" if tokenizer is not None else None,
                 ),
             ),

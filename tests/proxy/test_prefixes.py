@@ -4,6 +4,7 @@ what it expects comes true.
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import msgspec
@@ -44,6 +45,35 @@ async def test_a_prompt_goes_where_its_beginning_is() -> None:
         assert (
             tokens == 6 * 96 == known.world.metric("pdproxy_prefix_tokens_total", what="predicted")
         )
+
+
+@pytest.mark.parametrize(("config", "basis"), [(ANY, "events"), (None, "routing")])
+async def test_a_prompt_whose_first_ids_are_enough_does_not_wait_for_the_others(
+    config: KvEventsConfig | None, basis: str
+) -> None:
+    """An engine is chosen while they are made, and they say later what it has. Where an engine may
+    have more than the first ones say, the prompt waits.
+    """
+    tokenizer = SimTokenizer()
+    tokenizer.first = 300
+    async with knowing(3, config, tokenizer=tokenizer) as known:
+        await until(lambda: known.world.metric("pdproxy_tokenize_agrees") == 3)
+        texts = [f"{number} {'many words ' * 90}" for number in range(4)]
+        tokenizer.gate.clear()
+        first = [await known.ask(text) for text in texts]
+        assert set(first) == {0, 1, 2}
+        waits = asyncio.create_task(known.ask(f"{texts[0]} and more"))
+        await until(lambda: tokenizer.waiting == 2)
+        assert not waits.done()
+        tokenizer.gate.set()
+        assert await waits == first[0]
+        for text, engine in zip(texts, first, strict=True):
+            await known.settled()
+            assert await known.ask(text) == engine
+        exact, too_high, too_low = known.all(basis)
+        assert (exact + too_low, too_high) == (9, 0)
+        assert too_low <= (basis == "routing"), "at most of the one that came at the same moment"
+        assert known.world.metric("pdproxy_tokenize_total", result="ok") == 9
 
 
 async def test_expectations_come_true_while_caches_are_full() -> None:

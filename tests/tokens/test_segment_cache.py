@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
 from pdproxy.tokens import segment_cache
+from pdproxy.tokens.ids import TokenIds
 from pdproxy.tokens.segment_cache import SegmentBoundaries, SegmentCache
 from pdproxy.tokens.tokenizer import Tokenizer
 from tests.tokens.models import KINDS, SPECIALS, WORDS, byte_level, model, stripping, words_alone
@@ -45,6 +46,28 @@ def test_ids_are_those_of_the_whole(
         wanted = whole(text, add_special_tokens=special)["input_ids"]
         found = made.completion(text, add_special_tokens=special)
         assert (found.numbers(), found.count) == (wanted, len(wanted)), text
+
+
+@given(texts=st.lists(TEXTS, min_size=1, max_size=3), fresh=st.integers(20, 200))
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_a_beginning_has_the_ids_of_the_whole(texts: list[str], fresh: int) -> None:
+    """As far as it is said to be known, cold and warm; and what was kept costs none of the fresh
+    characters.
+    """
+    whole, made = copy.deepcopy(model(byte_level)), Tokenizer(copy.deepcopy(model(byte_level)))
+    for text in [*texts, "".join(texts), *texts]:
+        wanted = whole(text, add_special_tokens=False)["input_ids"]
+        json, count, read, read_ids = made._segments.beginning(text, fresh)
+        ids = TokenIds(b"[%b]" % json, count).numbers()
+        assert len(ids) == count <= read_ids
+        assert ids == wanted[:count]
+        assert ids == wanted or read < len(text)
+        made.completion(text, add_special_tokens=False)
+    kept = [one for one in texts if len(list(made._segments._boundaries.segments(one))) == 1]
+    for text in kept:
+        assert made._segments.beginning(text, 0)[2] == len(text)
 
 
 @given(texts=st.lists(TEXTS, min_size=2, max_size=2))

@@ -53,6 +53,7 @@ class Stage(Recorder):
             Clock(),
             lambda: asyncio.get_running_loop().time(),
             threads,
+            threads,
             deadlines=Deadlines(tokenize=deadline),
             required=required,
         )
@@ -284,7 +285,7 @@ async def test_what_a_template_rejects_is_not_asked_again() -> None:
     """The engine's would reject it, too: its own error goes to the client."""
 
     class Rejecting(SimTokenizer):
-        def chat(self, chat: Any, form: Any, scope: bytes = b"") -> TokenIds:
+        def rendered(self, chat: Any, form: Any) -> str:
             raise RejectedError("TemplateError")
 
     async with stage(required=True) as s:

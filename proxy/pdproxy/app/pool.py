@@ -208,6 +208,8 @@ class PoolParts:
             own_keys=own_keys,
             library=process.library,
         )
+        if prefixes is not None and chooses and pool.tokenize == "auto":
+            prefixes.of_requests.takes_beginnings = not needed and open_turns is None
         if transfer.contract.capabilities.peers_from is PeerSource.BOOTSTRAP:
             observers.add(bootstraps)  # not for others: each event costs
         observers.add(*([probing.prober] if probing is not None else []))

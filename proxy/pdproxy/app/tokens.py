@@ -52,11 +52,12 @@ class Tokens:
 
     canaries: Canaries
     tokenizing: Tokenizing
-    threads: ThreadPoolExecutor
+    threads: tuple[ThreadPoolExecutor, ...]
 
     def stop(self) -> None:
         """End the threads. Each one finishes the prompt that it is at work on."""
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        for threads in self.threads:
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def build_tokens(
@@ -95,6 +96,7 @@ def build_tokens(
     except UnusableError as error:
         raise SettingsError(f"pools[0].{setting}: {error}") from None
     threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
+    behind = ThreadPoolExecutor(1, thread_name_prefix="tokenize behind")
     canaries = Canaries(engines, admin, observers, threads, tokenizer=named, find=library.find)
     if own is not None:
         own.share_canaries(canaries, engines)
@@ -113,7 +115,8 @@ def build_tokens(
         clock,
         clock.now,
         threads,
+        behind,
         deadlines=deadlines,
         required=needed,
     )
-    return Tokens(canaries, tokenizing, threads)
+    return Tokens(canaries, tokenizing, (threads, behind))

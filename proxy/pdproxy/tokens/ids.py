@@ -22,6 +22,16 @@ class TokenIds(msgspec.Struct, frozen=True):
         return msgspec.json.decode(self.json, type=list[int])
 
 
+class BegunIds(msgspec.Struct, frozen=True):
+    """The ids of a prompt's beginning. `tokens`: the whole prompt's length; an estimate, unless
+    `is_whole`: then they are all of its ids.
+    """
+
+    ids: TokenIds
+    tokens: int
+    is_whole: bool
+
+
 def from_numbers(numbers: list[int] | tuple[int, ...]) -> TokenIds:
     """Return ids that are integers."""
     return TokenIds(msgspec.json.encode(numbers), len(numbers))

@@ -34,6 +34,8 @@ WINDOW = 64 * 1024
 """Characters per search: a search holds the interpreter's lock, and so the event loop, for as long
 as it takes.
 """
+UNSURE = 8
+"""Ids at the end of a text that is cut anywhere: with what follows they might be others."""
 _ENTRY = 400
 """Bytes that a cache entry takes besides its text and ids, about: its scope is one of them."""
 
@@ -149,13 +151,14 @@ class SegmentCache:
     ) -> None:
         self._boundaries = boundaries
         self._encode = encode
-        self._capacity = capacity
+        self.capacity = capacity
+        """In bytes. Read only; 0: nothing is kept, since texts are not the sums of segments."""
         self._kept: OrderedDict[tuple[bytes, str], _Segment] = OrderedDict()  # by scope and text
         self._size = 0
         self._lock = Lock()
 
     def __repr__(self) -> str:
-        return f"<SegmentCache {len(self._kept)}, {self._size} of {self._capacity} bytes>"
+        return f"<SegmentCache {len(self._kept)}, {self._size} of {self.capacity} bytes>"
 
     @property
     def size(self) -> int:
@@ -189,6 +192,38 @@ class SegmentCache:
             kept,
         )
 
+    def beginning(self, text: str, fresh: int, scope: bytes = b"") -> tuple[bytes, int, int, int]:
+        """Return the ids of a text's beginning as `encode` does: of the segments that are kept, and
+        of up to `fresh` characters behind them.
+
+        The result: the ids as JSON, their number, the characters that were read, and how many ids
+        those have. If they are not the whole text, the last `UNSURE` ids are left out, and the
+        others are only probably the text's own.
+        """
+        parts: list[bytes] = []
+        count = read = 0
+        for segment in self._boundaries.segments(text):
+            with self._lock:
+                found = self._kept_segment(scope, segment)
+            if found is None and fresh < UNSURE:
+                break
+            if found is None and len(segment) > fresh:
+                piece = segment[: max(segment.rfind(" ", 0, fresh), 0) or fresh]
+                (ids,) = self._encode([piece])
+                made = self._segment(piece, ids[:-UNSURE])
+                read += len(piece)
+                parts += [made.json] if made.count else []
+                return b",".join(parts), count + made.count, read, count + len(ids)
+            if found is None:
+                (ids,) = self._encode([segment])
+                found = self._segment(segment, ids)
+                fresh -= len(segment)
+                with self._lock:
+                    self._keep(scope, segment, found)
+            count, read = count + found.count, read + len(segment)
+            parts += [found.json] if found.count else []
+        return b",".join(parts), count, read, count
+
     def _kept_segment(self, scope: bytes, text: str) -> _Segment | None:
         known = self._kept.get((scope, text))
         if known is not None:
@@ -202,14 +237,10 @@ class SegmentCache:
 
     def _keep(self, scope: bytes, text: str, made: _Segment) -> None:
         # A short tail is cheap to encode, and one text may not evict all others.
-        if (
-            len(text) < MIN_SEGMENT
-            or made.size > self._capacity // 4
-            or (scope, text) in self._kept
-        ):
+        if len(text) < MIN_SEGMENT or made.size > self.capacity // 4 or (scope, text) in self._kept:
             return
         self._kept[scope, text] = made
         self._size += made.size
-        while self._size > self._capacity:
+        while self._size > self.capacity:
             _, evicted = self._kept.popitem(last=False)
             self._size -= evicted.size

@@ -36,6 +36,9 @@ from pdproxy.tokens.errors import (
     UnusableError,
 )
 from pdproxy.tokens.ids import TokenIds
+=======
+from pdproxy.tokens.errors import RejectedError, UnsureError, UnusableError
+from pdproxy.tokens.ids import BegunIds, TokenIds
 from pdproxy.tokens.segment_cache import SegmentBoundaries, SegmentCache
 from pdproxy.wire.request import Parsed
 from pdproxy.wire.route import Route
@@ -47,6 +50,10 @@ ids.
 """
 MAX_FILE = 256 * 2**20
 """Bytes of one file of a tokenizer: the largest that are known have 35 MB."""
+FRESH = 2048
+"""Characters of a prompt that are encoded before its engine is chosen, besides what the cache of
+segments has: some 500 tokens, a quarter of a millisecond.
+"""
 _READ = frozenset({".json", ".jinja", ".model", ".txt"})
 """What the names of such files end with."""
 _ARGUMENTS = frozenset({"documents", "add_generation_prompt", "continue_final_message"})
@@ -61,23 +68,49 @@ class LocalTokenizer(Protocol):
         also for their times.
         """
 
-    def chat(self, chat: Chat, form: ContentFormat, scope: bytes = b"") -> TokenIds:
-        """Return the ids of a chat; raise UnsureError or RejectedError if that is not possible."""
+    def beginning(self, text: PromptText) -> BegunIds | None:
+        """Return the ids of a text's beginning, and as much more as is known already. None: only
+        the ids of all of it can be made.
+        """
+
+    def rendered(self, chat: Chat, form: ContentFormat) -> str:
+        """Return the text of a chat; raise UnsureError or RejectedError if that is not possible."""
+
+
+class PromptText(msgspec.Struct, frozen=True):
+    """The text of a prompt, rendered, and how it is encoded: see `LocalTokenizer.completion`."""
+
+    text: str
+    add_special_tokens: bool
+    scope: bytes = b""
+
+    def ids(self, tokenizer: LocalTokenizer) -> TokenIds:
+        """Return its ids."""
+        special = self.add_special_tokens
+        return tokenizer.completion(self.text, add_special_tokens=special, scope=self.scope)
 
 
 def ids_of(
     tokenizer: LocalTokenizer, parsed: Parsed, prompt: Prompt, forms: Mapping[bool, ContentFormat]
 ) -> TokenIds:
-    """Return the ids of one prompt of a request. `forms`: the content's form without tools and with
-    tools.
+    """Return the ids of one prompt of a request. Parameters and errors: see `prompt_text`."""
+    return prompt_text(tokenizer, parsed, prompt, forms).ids(tokenizer)
+
+
+def prompt_text(
+    tokenizer: LocalTokenizer, parsed: Parsed, prompt: Prompt, forms: Mapping[bool, ContentFormat]
+) -> PromptText:
+    """Return the text of one prompt of a request. `forms`: the content's form without tools and
+    with tools.
 
     Raises:
-        UnsureError, RejectedError: they are not known.
+        UnsureError, RejectedError: it is not known.
     """
     scope = bytes(parsed.fields.get("cache_salt", b""))
     if parsed.route is Route.CHAT:
         chat = read_chat(parsed.fields)
-        return tokenizer.chat(chat, forms[chat.tools is not None], scope)
+        text = tokenizer.rendered(chat, forms[chat.tools is not None])
+        return PromptText(text, chat.add_special_tokens, scope)
     refuse_unknown(parsed.fields)
     if (
         prompt.raw is None
@@ -85,10 +118,8 @@ def ids_of(
         or bytes(parsed.fields.get("suffix", b"null")) != b"null"
     ):
         raise UnsureError("suffix" if "suffix" in parsed.fields else "prompt")
-    return tokenizer.completion(
-        text_of(bytes(prompt.raw)),
-        add_special_tokens=flag(parsed.fields, "add_special_tokens", True),
-        scope=scope,
+    return PromptText(
+        text_of(bytes(prompt.raw)), flag(parsed.fields, "add_special_tokens", True), scope
     )
 
 
@@ -124,30 +155,33 @@ class Tokenizer:
             ]
             return TokenIds(msgspec.json.encode(ids), len(ids))
         json, count, _ = self._segments.encode(text, scope)
-        before, after = (
-            self._around if add_special_tokens and self._around is not None else ((), ())
-        )
-        parts = [
-            *(b"%d" % one for one in before),
-            *([json] if count else []),
-            *(b"%d" % one for one in after),
-        ]
-        return TokenIds(b"[%b]" % b",".join(parts), len(before) + count + len(after))
+        before, after = self._added(add_special_tokens=add_special_tokens)
+        return _with_added(before, json, count, after)
 
-    def chat(self, chat: Chat, form: ContentFormat, scope: bytes = b"") -> TokenIds:
-        """Return the ids of a chat.
+    def beginning(self, text: PromptText) -> BegunIds | None:
+        """See `LocalTokenizer`."""
+        if not self._segments.capacity or (text.add_special_tokens and self._around is None):
+            return None
+        json, count, read, read_ids = self._segments.beginning(text.text, FRESH, text.scope)
+        before, after = self._added(add_special_tokens=text.add_special_tokens)
+        if read == len(text.text):
+            ids = _with_added(before, json, count, after)
+            return BegunIds(ids, ids.count, is_whole=True)
+        tokens = len(before) + round(read_ids * len(text.text) / read) + len(after)
+        return BegunIds(_with_added(before, json, count, ()), tokens, is_whole=False)
+
+    def _added(self, *, add_special_tokens: bool) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the ids that are added around a text."""
+        return self._around if add_special_tokens and self._around is not None else ((), ())
+
+    def rendered(self, chat: Chat, form: ContentFormat) -> str:
+        """Return the text of a chat.
 
         Raises:
             UnsureError: the template prints what only the engine knows (its clock), or there is
                 none.
             RejectedError: the template takes no such conversation.
         """
-        return self.completion(
-            self.rendered(chat, form), add_special_tokens=chat.add_special_tokens, scope=scope
-        )
-
-    def rendered(self, chat: Chat, form: ContentFormat) -> str:
-        """Return the text of a chat. Raises as `chat`."""
         try:
             template = self._model.get_chat_template(None, tools=chat.tools)
         except ValueError:
@@ -219,6 +253,16 @@ def check_installed() -> None:
             "needs transformers, which is not installed: take the image that is built with "
             "--target tokenizer, or pip install transformers"
         )
+
+
+def _with_added(before: Sequence[int], json: bytes, count: int, after: Sequence[int]) -> TokenIds:
+    """Return `count` ids, JSON with commas between them, and the ids that are added around them."""
+    parts = [
+        *(b"%d" % one for one in before),
+        *([json] if count else []),
+        *(b"%d" % one for one in after),
+    ]
+    return TokenIds(b"[%b]" % b",".join(parts), len(before) + count + len(after))
 
 
 def load(path: str, *, capacity: int = CACHE_BYTES) -> Tokenizer:

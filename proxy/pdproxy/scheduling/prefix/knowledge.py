@@ -175,6 +175,14 @@ class Knowledge:
             beginning.found_at = now
         return known
 
+    def may_hold_more(self, beginning: PromptBeginning, tokens: int, now: float) -> bool:
+        """Return whether an engine may have more of a prompt in its cache than its first `tokens`
+        tokens, by whose ids it is known: all of these are there, up to a block or two.
+        """
+        blocks = [engine.block_size for engine in self._engines.values()]
+        most = max(self.found(beginning, now).values(), default=0)
+        return most + 2 * max([beginning.unit, *blocks]) > tokens
+
     def _search(self, beginning: PromptBeginning, now: float) -> dict[str, int]:
         units: dict[str, int] = {}
         if not beginning.of_text and self._sources():
@@ -237,13 +245,26 @@ class Knowledge:
         prediction = Prediction(url, tokens, basis, beginning, scored)
         if fed and scored:
             prediction.refreshes = self.refreshing.due(url, beginning.keys, now)
+        if beginning.is_begun:
+            beginning.sent_to.append(url)
+        self._note_routed(engine, beginning, url, now, fed=fed)
+        return prediction
+
+    def completed(self, beginning: PromptBeginning, now: float) -> None:
+        """Note all keys of a prompt where only its first ones were noted as routed."""
+        for url in beginning.sent_to:
+            if (engine := self._engines.get(url)) is not None:
+                self._note_routed(engine, beginning, url, now, fed=self.is_fed(url))
+
+    def _note_routed(
+        self, engine: _Engine, beginning: PromptBeginning, url: str, now: float, *, fed: bool
+    ) -> None:
         if fed:
             self.speculative.routed(engine.place, beginning.keys, now)
         else:
             self.routing.routed(engine.place, beginning.keys)
             if not beginning.of_text:
                 self._by_routing.add(url)
-        return prediction
 
     def answered(self, prediction: Prediction, reported: int, prompt: int) -> None:
         """Compare a prediction with what the engine says: `reported` of the `prompt`'s tokens were

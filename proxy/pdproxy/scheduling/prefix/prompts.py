@@ -33,23 +33,49 @@ _NO_TEXT = msgspec.Raw(b"")
 class PromptBeginning:
     """A prompt as indexes know it, and what they have found of it.
 
-    `tokens`: the prompt's length, estimated where `of_text`. `unit`: tokens per key, estimated in
-    the same way. `found`: tokens that engines should have in their caches, by URL, as of `found_at`
-    (monotonic seconds); None before it was looked up.
+    `tokens`: the prompt's length, estimated where `of_text`, and while `is_begun`: then its keys
+    are those of its first ids, and no engine has more of it. `unit`: tokens per key, estimated as
+    the length of a text. `root`: the key before the first one. `sent_to`: the engines (their URLs)
+    that a prompt that `is_begun` was sent to. `found`: tokens that engines should have in their
+    caches, by URL, as of `found_at` (monotonic seconds); None before it was looked up.
     """
 
-    __slots__ = ("found", "found_at", "keys", "of_text", "tokens", "unit")
+    __slots__ = (
+        "found",
+        "found_at",
+        "is_begun",
+        "keys",
+        "of_text",
+        "root",
+        "sent_to",
+        "tokens",
+        "unit",
+    )
 
-    def __init__(self, keys: PromptKeys, tokens: int, unit: int, *, of_text: bool) -> None:
+    def __init__(
+        self, keys: PromptKeys, tokens: int, unit: int, *, of_text: bool, root: int = 0
+    ) -> None:
         self.keys = keys
         self.tokens = tokens
         self.unit = unit
         self.of_text = of_text
+        self.root = root
+        self.is_begun = False
+        self.sent_to: list[str] = []
         self.found: Mapping[str, int] | None = None
         self.found_at = 0.0
 
     def __repr__(self) -> str:
         return f"<Beginning of {self.tokens} tokens{', by its text' if self.of_text else ''}>"
+
+    def begin(self, tokens: int) -> None:
+        """Have its ids be only the first ones of a prompt of about so many tokens."""
+        self.tokens, self.is_begun = tokens, True
+
+    def complete(self, ids: TokenIds) -> None:
+        """Know a prompt by all of its ids, of which only the first ones were known."""
+        self.keys = of_ids(ids, self.unit, self.root, MAX_KEYS)
+        self.tokens, self.is_begun, self.found = ids.count, False, None
 
     def measure(self, text_per_token: float) -> None:
         """Estimate the tokens of a text anew, which was estimated by `TOKEN_TEXT`."""
@@ -91,9 +117,9 @@ def beginning_of(
             bytes(memoryview(prompt.raw)[: MAX_KEYS * unit * 12]), prompt.tokens
         )  # 10 digits and a separator
     if ids is not None:
-        return PromptBeginning(
-            of_ids(ids, unit, root(adapter, salt), MAX_KEYS), ids.count, unit, of_text=False
-        )
+        start = root(adapter, salt)
+        keys = of_ids(ids, unit, start, MAX_KEYS)
+        return PromptBeginning(keys, ids.count, unit, of_text=False, root=start)
     size = unit * TOKEN_TEXT
     if prompt.raw is not None:
         text, total = (

@@ -290,7 +290,7 @@ def _detailed(ask: Ask, request: PromptRequest) -> Ask:
         ask.model,
         ask.prompt_bytes,
         ask.now,
-        known_tokens(request),
+        _about(request),
         ask.spares_decode,
         session=session_within(request.headers.salt, session),
         slo=hints.slo,
@@ -298,6 +298,14 @@ def _detailed(ask: Ask, request: PromptRequest) -> Ask:
         limit=None if (limit := limit_of(parsed)) is None else min(limit, MAX_LIMIT),
         is_silent=parsed.starts_in_silence,
     )
+
+
+def _about(request: PromptRequest) -> int | None:
+    """Return how many tokens a prompt has, perhaps by an estimate of its first ones."""
+    beginning = request.beginning
+    if request.ids is None and beginning is not None and beginning.is_begun:
+        return beginning.tokens
+    return known_tokens(request)
 
 
 def why_not_split(resources: ExchangeResources, request: PromptRequest) -> Alone | None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from pdproxy.kit.errors import EngineRefusedError, EnginesLostError, StandstillError
 from pdproxy.kit.frames import drop_traceback
@@ -51,10 +52,12 @@ from pdproxy.serving.dispatch.recovery import (
     after,
 )
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
+from pdproxy.serving.dispatch.tokenizing import WhenMade
 from pdproxy.serving.dispatch.turn import key_of
 from pdproxy.serving.dispatch.whole_prompts import refusal, spares_decode
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
+from pdproxy.tokens.ids import BegunIds
 from pdproxy.upstream.client import Answer
 from pdproxy.wire.continuable import NotContinued
 from pdproxy.wire.request import Parsed
@@ -180,7 +183,7 @@ class Exchange(PromptRequest):
             self._alone = self._why_alone()
             if self._alone is None and resources.tokenizing is not None:
                 self._alone = await self._tokenize()
-            if resources.prefixes is not None:
+            if resources.prefixes is not None and self.beginning is None:
                 self.beginning = await resources.prefixes.known_by(
                     self.parsed, self.prompt, self.ids
                 )
@@ -273,11 +276,24 @@ class Exchange(PromptRequest):
         resources = self.resources
         assert self.prompt is not None
         started = resources.now()
-        self.ids = await resources.ids(self.parsed, self.prompt, self.headers)
+        prefixes = resources.prefixes
+        begins = prefixes is not None and prefixes.takes_beginnings
+        take = self._take_beginning if begins else None
+        self.ids = await resources.ids(self.parsed, self.prompt, self.headers, take)
         self.tried.tokenize_s = resources.now() - started
         if resources.turns is not None:
             self.key = key_of(self.parsed, self.prompt, self.ids)
         return why_not_split(resources, self) if resources.transfer.contract.needs_ids else None
+
+    def _take_beginning(self, begun: BegunIds) -> WhenMade | None:
+        """Take the ids of the prompt's beginning if they are enough to choose engines by. See
+        `tokenizing.TakeBeginning`.
+        """
+        prefixes, prompt = self.resources.prefixes, self.prompt
+        if prefixes is None or prompt is None:
+            return None
+        self.beginning = prefixes.known_by_first(self.parsed, prompt, begun)
+        return None if self.beginning is None else partial(prefixes.complete, self.beginning)
 
     async def _try(self) -> Outcome:
         """Lease engines and run their legs, until there is an outcome."""

@@ -14,8 +14,8 @@ import msgspec
 from msgspec import structs
 
 from pdproxy.scheduling.prefix.knowledge import Knowledge
-from pdproxy.scheduling.prefix.prompts import PromptBeginning, beginning_of
-from pdproxy.tokens.ids import TokenIds
+from pdproxy.scheduling.prefix.prompts import QUICK_KEYS, PromptBeginning, beginning_of
+from pdproxy.tokens.ids import BegunIds, TokenIds
 from pdproxy.wire.engine import UNREADABLE
 from pdproxy.wire.fields import has_value, is_absent
 from pdproxy.wire.request import Parsed
@@ -41,6 +41,10 @@ class PrefixQuestions:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="prefix keys")
         self._waiting = 0
         self.skipped = 0
+        self.takes_beginnings = False
+        """Whether the ids of a prompt's beginning may be enough: nothing else needs its ids, and
+        engines are chosen in this process. Set once, before the first request.
+        """
 
     def __repr__(self) -> str:
         return f"<Prefixes {self._waiting} waiting>"
@@ -54,28 +58,60 @@ class PrefixQuestions:
         `prompt` is None if the request itself says that one engine must serve it: that engine may
         read another prompt, several ones, or look into no cache.
         """
-        knowledge = self.knowledge
         if prompt is None:
             return None
-        is_adapter = parsed.model is not None and parsed.model in knowledge.adapters()
-        beginning = beginning_of(
-            parsed,
-            prompt,
-            ids,
-            knowledge.unit,
-            is_adapter=is_adapter,
-            text_per_token=knowledge.text_per_token,
-        )
+        beginning = self._beginning(parsed, prompt, ids)
         if beginning is not None and beginning.is_long:
             if self._waiting >= WAITING:
                 self.skipped += 1
                 return None
-            self._waiting += 1
-            work = asyncio.get_running_loop().run_in_executor(self._threads, _made, beginning)
-            work.add_done_callback(self._over)
-            if not await asyncio.shield(work):
+            if not await asyncio.shield(self._in_thread(beginning)):
                 return None
         return beginning
+
+    def _beginning(
+        self, parsed: Parsed, prompt: Prompt, ids: TokenIds | None
+    ) -> PromptBeginning | None:
+        knowledge = self.knowledge
+        return beginning_of(
+            parsed,
+            prompt,
+            ids,
+            knowledge.unit,
+            is_adapter=parsed.model is not None and parsed.model in knowledge.adapters(),
+            text_per_token=knowledge.text_per_token,
+        )
+
+    def _in_thread(self, beginning: PromptBeginning) -> asyncio.Future[bool]:
+        self._waiting += 1
+        work = asyncio.get_running_loop().run_in_executor(self._threads, _made, beginning)
+        work.add_done_callback(self._over)
+        return work
+
+    def known_by_first(
+        self, parsed: Parsed, prompt: Prompt, begun: BegunIds
+    ) -> PromptBeginning | None:
+        """Return what a prompt is known by if its first ids are enough: no engine has more of it.
+        None: all of its ids are needed.
+        """
+        knowledge = self.knowledge
+        if begun.ids.count > QUICK_KEYS * knowledge.unit:
+            return None
+        beginning = self._beginning(parsed, prompt, begun.ids)
+        if beginning is None:
+            return None
+        beginning.begin(begun.tokens)
+        more = knowledge.may_hold_more(beginning, begun.ids.count, self._now())
+        return None if more else beginning
+
+    def complete(self, beginning: PromptBeginning, ids: TokenIds) -> None:
+        """Take all ids of such a prompt, which was sent to engines meanwhile."""
+        if self._waiting >= WAITING:
+            return
+        beginning.complete(ids)
+        self._in_thread(beginning).add_done_callback(
+            lambda work: self.knowledge.completed(beginning, self._now()) if work.result() else None
+        )
 
     def _over(self, _: asyncio.Future[bool]) -> None:
         self._waiting -= 1

@@ -38,7 +38,7 @@ from pdproxy.serving.dispatch.fingerprint import MakeFingerprint
 from pdproxy.serving.dispatch.hints import NO_HINTS, Hints
 from pdproxy.serving.dispatch.prefixes import PrefixQuestions
 from pdproxy.serving.dispatch.record import ContinuationRecords
-from pdproxy.serving.dispatch.tokenizing import Tokenizing
+from pdproxy.serving.dispatch.tokenizing import TakeBeginning, Tokenizing
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.kv.open_turns import OpenTurns
@@ -151,14 +151,22 @@ class ExchangeResources:
             return parsed
         return msgspec.structs.replace(parsed, derenders=True)
 
-    async def ids(self, parsed: Parsed, prompt: Prompt, headers: LegHeaders) -> TokenIds | None:
-        """Return a prompt's token ids, None where they are not wanted or can't be made."""
+    async def ids(
+        self,
+        parsed: Parsed,
+        prompt: Prompt,
+        headers: LegHeaders,
+        take: TakeBeginning | None = None,
+    ) -> TokenIds | None:
+        """Return a prompt's token ids, None where they are not wanted or can't be made, or where
+        `take` has taken those of the beginning.
+        """
         if self.tokenizing is None or prompt.media:
             return None
         if not parsed.route.form.takes_ids and prompt.tokens is None:
             return None
         own = next((value for _, value in headers.authorization), None)
-        return await self.tokenizing.ids(parsed, prompt, own)
+        return await self.tokenizing.ids(parsed, prompt, own, take)
 
     def ids_to_send(self, url: str, parsed: Parsed, ids: TokenIds | None) -> TokenIds | None:
         """Return the ids that a prefill engine is sent, None where it makes them itself."""

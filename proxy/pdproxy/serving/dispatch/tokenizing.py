@@ -1,19 +1,21 @@
 """One prompt's token ids before an engine gets the prompt: made here in a thread, or by an engine's
 `/tokenize`.
 
-Owns the threads that tokenize, and the number of prompts that wait for them. Ids save the engines
-work. If the contract does not need them, a request continues without ids after any failure: a
-deadline, a full queue, a request that only an engine understands. If the contract needs them, an
-engine's `/tokenize` is asked next.
+Owns the threads that tokenize, and the number of prompts that wait for them. Where ids only say
+which engine has what of a prompt, its beginning may be enough to choose one: then the other ids are
+made while the engine works. Ids save the engines work. If the contract does not need them, a
+request continues without ids after any failure: a deadline, a full queue, a request that only an
+engine understands. If the contract needs them, an engine's `/tokenize` is asked next.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -26,9 +28,9 @@ from pdproxy.observe.events import DeadlinePassed, Observers, Tokenized
 from pdproxy.serving.dispatch.tokenizer_check import TokenizerCheck
 from pdproxy.settings.limits import Deadlines
 from pdproxy.tokens.errors import RejectedError, UnsureError
-from pdproxy.tokens.ids import TokenIds, from_numbers
+from pdproxy.tokens.ids import BegunIds, TokenIds, from_numbers
 from pdproxy.tokens.tokenize_request import tokenize_body
-from pdproxy.tokens.tokenizer import ids_of
+from pdproxy.tokens.tokenizer import LocalTokenizer, PromptText, prompt_text
 from pdproxy.wire.fields import is_absent
 from pdproxy.wire.request import Parsed
 from pdproxy.wire.route import Route
@@ -58,6 +60,24 @@ returns the ids.
 
 _Result = tuple[str, TokenIds | None]
 """The `result` of the event `Tokenized`, and the prompt's ids."""
+WhenMade = Callable[[TokenIds], None]
+"""Gets all ids of a prompt whose beginning was enough before."""
+TakeBeginning = Callable[[BegunIds], WhenMade | None]
+"""Is asked whether the ids of a prompt's beginning are enough for now: who gets all of them later;
+None: they are not.
+"""
+
+_LATER = "later"
+"""In place of such a `result`: the ids will come later."""
+_T = TypeVar("_T")
+
+
+class _Begun(msgspec.Struct, frozen=True):
+    """A prompt's text, and the ids of its beginning."""
+
+    text: PromptText
+    beginning: BegunIds
+
 
 _ids_decoder = msgspec.json.Decoder(list[int])
 RESULTS_OF_TOKENIZING = (
@@ -113,6 +133,7 @@ class Tokenizing:
         clock: Clock,
         now: Callable[[], float],
         threads: ThreadPoolExecutor,
+        behind: Executor,
         *,
         deadlines: Deadlines,
         required: bool,
@@ -125,22 +146,29 @@ class Tokenizing:
         self._clock = clock
         self._now = now
         self._threads = threads
+        self._behind = behind
+        """Makes the ids that no request waits for."""
         self._deadlines = deadlines
         self._required = required
         self._waiting = 0
-        self._abandoned: set[Future[_Result]] = set()
+        self._abandoned: set[Future[Any]] = set()
         """Prompts that threads still work on, although no request waits for them."""
 
     def __repr__(self) -> str:
         return f"<Tokenizing {self._waiting} waiting>"
 
     async def ids(
-        self, parsed: Parsed, prompt: Prompt, authorization: bytes | None = None
+        self,
+        parsed: Parsed,
+        prompt: Prompt,
+        authorization: bytes | None = None,
+        take: TakeBeginning | None = None,
     ) -> TokenIds | None:
         """Return a prompt's ids, None if there are none: then a request whose contract needs them
         can't be split.
 
-        `authorization` is the client's own header, for engines that check keys themselves.
+        `authorization` is the client's own header, for engines that check keys themselves. `take`:
+        what may do with the ids of the beginning; None as well then.
         """
         # the client sent ids, and the engines get them with the request
         if prompt.tokens is not None:
@@ -148,12 +176,15 @@ class Tokenizing:
         source, started = "here", self._now()
         # Where ids are required, half of the time is kept for asking an engine.
         seconds = self._deadlines.tokenize / 2 if self._required else self._deadlines.tokenize
-        result, ids = await self._in_time(seconds, self._here(parsed, prompt))
-        self._report(source, result, started, ids)
+        made = partial(self._report, source, started)
+        result, ids = await self._in_time(seconds, self._here(parsed, prompt, take, made))
+        if result == _LATER:
+            return None
+        made(result, ids)
         if ids is None and self._required and result != "rejected":
             source, started = "engine", self._now()
             result, ids = await self._in_time(seconds, self._engine(parsed, prompt, authorization))
-            self._report(source, result, started, ids)
+            self._report(source, started, result, ids)
         return ids
 
     async def _in_time(self, seconds: float, work: Awaitable[_Result]) -> _Result:
@@ -164,7 +195,7 @@ class Tokenizing:
             self._observers.notify(DeadlinePassed(Wait.TOKENIZE.value))
             return "late", None
 
-    def _report(self, source: str, result: str, started: float, ids: TokenIds | None) -> None:
+    def _report(self, source: str, started: float, result: str, ids: TokenIds | None) -> None:
         seconds = self._now() - started
         self._observers.notify(
             Tokenized(source, result, seconds, ids.count if ids is not None else 0)
@@ -182,7 +213,13 @@ class Tokenizing:
             return None
         return from_numbers(ids) if min(ids, default=-1) >= 0 and max(ids) < NO_ID else None
 
-    async def _here(self, parsed: Parsed, prompt: Prompt) -> _Result:
+    async def _here(
+        self,
+        parsed: Parsed,
+        prompt: Prompt,
+        take: TakeBeginning | None,
+        report: Callable[[str, TokenIds | None], None],
+    ) -> _Result:
         trusted = self._trust.trusted(parsed.model, parsed.route)
         if trusted is None:
             return "off", None
@@ -190,25 +227,58 @@ class Tokenizing:
             return "long", None
         if self._waiting >= WAITING or len(self._abandoned) >= THREADS:
             return "busy", None
+        begins = take is not None
+        made = await self._awaited(
+            self._thread(self._threads, _made, trusted, parsed, prompt, begins)
+        )
+        if not isinstance(made, _Begun):
+            return made
+        assert take is not None
+        if (later := take(made.beginning)) is None:
+            work = self._thread(self._threads, _all_of, trusted.tokenizer, made.text)
+            return await self._awaited(work)
+
+        def over(work: Future[_Result]) -> None:
+            result, ids = work.result()
+            report(result, ids)
+            if ids is not None:
+                later(ids)
+
+        self._thread(self._behind, _all_of, trusted.tokenizer, made.text, over=over)
+        return _LATER, None
+
+    def _thread(
+        self,
+        threads: Executor,
+        work: Callable[..., _T],
+        *given: object,
+        over: Callable[[Future[_T]], None] = lambda _: None,
+    ) -> Future[_T]:
+        """Have a thread work. `over` is called behind that, in the event loop."""
         loop = asyncio.get_running_loop()
 
-        def done(work: Future[_Result]) -> None:  # in its thread
-            with suppress(RuntimeError):  # the loop has ended before
-                loop.call_soon_threadsafe(self._over, work)
+        def in_loop() -> None:
+            self._waiting -= 1
+            self._abandoned.discard(future)
+            if not future.cancelled():
+                over(future)
 
-        work = self._threads.submit(_made, trusted, parsed, prompt)
+        def done(_: Future[_T]) -> None:  # in its thread
+            with suppress(RuntimeError):  # the loop has ended before
+                loop.call_soon_threadsafe(in_loop)
+
+        future = threads.submit(work, *given)
         self._waiting += 1
-        work.add_done_callback(done)
+        future.add_done_callback(done)
+        return future
+
+    async def _awaited(self, work: Future[_T]) -> _T:
         try:
             return await asyncio.wrap_future(work)
         except asyncio.CancelledError:
             if not work.cancel() and not work.done():
                 self._abandoned.add(work)
             raise
-
-    def _over(self, work: Future[_Result]) -> None:
-        self._waiting -= 1
-        self._abandoned.discard(work)
 
     async def _engine(self, parsed: Parsed, prompt: Prompt, authorization: bytes | None) -> _Result:
         if parsed.route is Route.CHAT and _is_long(parsed, prompt):
@@ -252,15 +322,28 @@ def _bytes_to_read(parsed: Parsed, prompt: Prompt) -> int:
     return parsed.body_bytes - memoryview(parsed.fields["prompt"]).nbytes + prompt.text_bytes
 
 
-def _made(trusted: Trusted, parsed: Parsed, prompt: Prompt) -> _Result:
-    """Tokenize a prompt. Runs in a thread. Raises nothing: exceptions may quote the prompt, and
-    would be logged.
+def _made(trusted: Trusted, parsed: Parsed, prompt: Prompt, begins: bool) -> _Result | _Begun:
+    """Tokenize a prompt; with `begins` only its beginning, if there is much more of it. Runs in a
+    thread. Raises nothing: exceptions may quote the prompt, and would be logged.
     """
+    tokenizer = trusted.tokenizer
     try:
-        return "ok", ids_of(trusted.tokenizer, parsed, prompt, trusted.forms)
+        text = prompt_text(tokenizer, parsed, prompt, trusted.forms)
+        begun = tokenizer.beginning(text) if begins else None
+        if begun is not None and not begun.is_whole:
+            return _Begun(text, begun)
+        return "ok", text.ids(tokenizer) if begun is None else begun.ids
     except UnsureError:
         return "unsure", None
     except RejectedError:
         return "rejected", None
+    except Exception:
+        return "failed", None
+
+
+def _all_of(tokenizer: LocalTokenizer, text: PromptText) -> _Result:
+    """Tokenize a text. As `_made`."""
+    try:
+        return "ok", text.ids(tokenizer)
     except Exception:
         return "failed", None
