@@ -7,7 +7,7 @@ import math
 import pytest
 from msgspec import structs
 
-from pdproxy.scheduling.auto.costs import Costs, Look, chance
+from pdproxy.scheduling.auto.costs import Costs, chance
 from pdproxy.scheduling.auto.loads import PredictedLoad
 from pdproxy.scheduling.auto.times import WorkTimes
 from pdproxy.scheduling.auto.weights import WEIGHTS
@@ -33,21 +33,23 @@ def test_a_whole_request_that_misses_both_limits_is_one_miss(slo: Slo, misses: f
     of = ledger(auto(slo, weights=MISSES_ALONE), [Role.AGGREGATED])
     assignment = of.place(ask(1.0), split=False)
     assert assignment is not None
-    assert assignment.values is not None
-    assert assignment.values["cost"] == pytest.approx(misses, abs=1e-3)
+    assert assignment.weighed is not None
+    chosen = assignment.weighed.chosen
+    parts = assignment.weighed.parts(chosen)
+    assert parts["ttft"] + parts["tpot"] == pytest.approx(misses, abs=1e-3)
+    assert chosen.cost == pytest.approx(misses, abs=1e-3)
 
 
 @MISSES
 def test_a_split_request_that_misses_both_limits_is_one_miss(slo: Slo, misses: float) -> None:
     costs = Costs(slo, MISSES_ALONE)
     prefill, decode = (
-        Look(PredictedLoad(node(url), WorkTimes(H200, 2048)))
+        costs.look(PredictedLoad(node(url), WorkTimes(H200, 2048)), 1.0, 4000, 0, 128.0, 0.0)
         for url in ("http://0:1", "http://1:1")
     )
     for look in (prefill, decode):
-        costs.look(look, 1.0, 4000, 0, 128.0, 0.0)
         costs.answer(look, 1.0, 4000, 128.0)
-    assert costs.split(prefill, decode, 4000, 1.0)[0] == pytest.approx(misses, abs=1e-3)
+    assert costs.split(prefill, decode, 4000, 1.0).cost == pytest.approx(misses, abs=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ class Thorough(Auto):
     decision.
     """
 
-    compared = 0
+    compared = others = 0
 
     def _least(
         self,
@@ -47,9 +47,9 @@ class Thorough(Auto):
         share: float,
     ) -> Any:
         def look(load: PredictedLoad) -> Look:
-            one = Look(load)
-            costs.look(one, now, tokens, known.get(load.url, 0), output, share)
-            costs.answer(one, now, tokens, output)
+            one = costs.look(load, now, tokens, known.get(load.url, 0), output, share)
+            if not one.tpot_s:
+                costs.answer(one, now, tokens, output)
             return one
 
         turn = view._turn
@@ -59,25 +59,31 @@ class Thorough(Auto):
             load for load in (*view.worth_whole(cached), *prefills) if load in view.serve_whole
         ]
         view._turn = turn
+        ratio = self._handoffs.by_bits[tokens.bit_length()].ratio
         found = []
         for load in wholes:
             one = look(load)
-            cost, _ = costs.whole(one)
+            cost = costs.whole(one)[0]
             found.append(cost + (one.tpot_cost - one.late * one.slow))
         for prefill in prefills:
             for decode in view.worth_decode():
                 if prefill is not decode and candidates.compatible(prefill.engine, decode.engine):
-                    found.append(costs.split(look(prefill), look(decode), tokens, 1.0)[0])
-        choice = super()._least(costs, now, tokens, output, known, view, candidates, share)
+                    found.append(costs.split(look(prefill), look(decode), tokens, ratio).cost)
+        choice, other = super()._least(costs, now, tokens, output, known, view, candidates, share)
         if found:
             assert choice is not None
+            if other is not None:
+                self.others += 1
+                assert other.option.cost >= choice.option.cost
+                assert (other.prefill, other.decode) != (choice.prefill, choice.decode)
+                assert other.option.cost in found or not (other.decode or other.prefill).tpot_s
             # Where those that are worth a look may not work together, another pair may cost less
             # than all of them.
-            assert choice.cost == min(found) or (
-                choice.decode is not None and choice.cost < min(found)
+            assert choice.option.cost == min(found) or (
+                choice.decode is not None and choice.option.cost < min(found)
             )
             self.compared += 1
-        return choice
+        return choice, other
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pdproxy.observe.weighed import Weighed
 from pdproxy.scheduling import placements
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger_engine import LedgerEngine
@@ -26,14 +27,14 @@ NAME = SCRIPTED
 Choice = Callable[[Ask, Candidates], Placed | None]
 
 
-def whole(index: int = 0, reason: str = "test", **values: float) -> Choice:
+def whole(index: int = 0, reason: str = "test", weighed: Weighed | None = None) -> Choice:
     """The engine at an index of those that may serve whole, in the order of the settings."""
-    return lambda ask, among: Placed(
-        (among.whole[index % len(among.whole)],), reason, values or None
-    )
+    return lambda ask, among: Placed((among.whole[index % len(among.whole)],), reason, weighed)
 
 
-def split(prefill: int = 0, decode: int = 0, reason: str = "test", **values: float) -> Choice:
+def split(
+    prefill: int = 0, decode: int = 0, reason: str = "test", weighed: Weighed | None = None
+) -> Choice:
     """A prefill engine by its index, and one of the decode engines that may work with it."""
 
     def choose(ask: Ask, among: Candidates) -> Placed | None:
@@ -41,7 +42,7 @@ def split(prefill: int = 0, decode: int = 0, reason: str = "test", **values: flo
             return whole(reason="only")(ask, among)
         first = among.prefill[prefill % len(among.prefill)]
         decodes = [other for other in among.decode if among.compatible(first, other)]
-        return Placed((first, decodes[decode % len(decodes)]), reason, values or None)
+        return Placed((first, decodes[decode % len(decodes)]), reason, weighed)
 
     return choose
 

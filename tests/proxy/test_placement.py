@@ -9,21 +9,34 @@ import json
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdproxy.observe.events import Decided
 from pdproxy.observe.logs import access_fields
+from pdproxy.observe.weighed import Option, Weighed
 from pdproxy.scheduling.decisions import KEPT
 from pdproxy.scheduling.slo import Slo
 from pdproxy.settings.pools import PoolPolicy, PoolSlo
+from pdproxy.web.admin.decided import decisions_of
 from tests.fakes import scripts
 from tests.fakes.admin import admin
+from tests.fakes.engine import serve
 from tests.fakes.placement import NAME, install, late, placed_world, scripted, split, whole
 from tests.fakes.pool import pool
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until
 
 IDS = list(range(40))
 WANTED = [("X-PDProxy-Decision", "1")]
+CHOSEN = Option(0.5, 0.123456, 0.008, 0.25, 0.0625, 0.1875, 0.125, 0.0, 16)
+OTHER = Option(0.75, 0.25, 0.0, 0.25, 0.0, 0.375, 0.0625, 0.0625, 0)
+"""Its TPOT was not computed."""
+WEIGHED = Weighed(CHOSEN, OTHER, ("http://1", "http://2"), engine_s=1.0)
+NUMBERS = (
+    "ttft=0.1235; tpot=0.008; cost=0.5; cached=16; term=harm; other=split http://1 -> http://2; "
+    "other_ttft=0.25; other_cost=0.75; other_cached=0"
+)
+replace = msgspec.structs.replace
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +48,8 @@ async def decisions(w: World) -> list[dict[str, Any]]:
     """The record of decisions, the newest first."""
     kept = w.proxy.pools[0].decisions
     assert kept is not None
-    found: list[dict[str, Any]] = json.loads(kept.page())["decisions"]
+    shown = msgspec.json.encode(decisions_of(kept.kept(), [], []).decisions)
+    found: list[dict[str, Any]] = json.loads(shown)
     return found
 
 
@@ -352,9 +366,9 @@ async def test_the_answer_shows_the_decision_on_request(stream: bool) -> None:
         placement, (p, d) = scripted(w), (w.prefill[0].url, w.decode[0].url)
         placement.choices.extend(
             [
-                whole(0, "ttft", ttft=0.123456, tpot=0.008),
+                whole(0, "ttft", WEIGHED),
                 split(0, 0, "gap"),
-                whole(0, "ttft", ttft=float("inf")),
+                whole(0, "ttft", Weighed(replace(CHOSEN, ttft_s=float("inf")))),
             ]
         )
         shown = [
@@ -368,7 +382,7 @@ async def test_the_answer_shows_the_decision_on_request(stream: bool) -> None:
             )
         ]
         assert shown == [
-            f"whole {d}; reason=ttft; ttft=0.1235; tpot=0.008",
+            f"whole {d}; reason=ttft; {NUMBERS}",
             f"split {p} -> {d}; reason=gap",
         ]
         assert (await w.ask(COMPLETIONS, completion(stream=stream))).header(
@@ -378,6 +392,7 @@ async def test_the_answer_shows_the_decision_on_request(stream: bool) -> None:
         assert fields["decision"] == "ttft"
         assert fields["predicted_ttft_ms"] == 123.5
         assert fields["predicted_tpot_ms"] == 8.0
+        assert (fields["cost"], fields["term"], fields["other_cost"]) == (0.5, "harm", 0.75)
         assert "predicted_ttft_ms" not in access_fields(await w.ended(3)), (
             "what is not finite is no time"
         )
@@ -389,7 +404,9 @@ async def test_the_answer_shows_the_decision_on_request(stream: bool) -> None:
 async def test_the_last_decisions_are_kept() -> None:
     """A bounded number of them, the newest first, with what they were based on."""
     async with placed_world(1, 1) as w:
-        scripted(w).usual = whole(0, "ttft", ttft=0.1, worst=float("inf"))
+        scripted(w).usual = whole(
+            0, "ttft", msgspec.structs.replace(WEIGHED, chosen=replace(CHOSEN, tpot_s=float("inf")))
+        )
         await w.ask(COMPLETIONS, completion(prompt=IDS), [("X-Request-Id", "first")])
         one = (await decisions(w))[0]
         assert one.pop("age_s") >= 0
@@ -400,7 +417,16 @@ async def test_the_last_decisions_are_kept() -> None:
             "engines": [w.decode[0].url],
             "must_be_whole": None,
             "tokens": 40,
-            "values": {"ttft": 0.1, "worst": None},
+            "values": {"ttft": 0.123456, "tpot": None, "cost": 0.5, "cached": 16},
+            "parts": {"ttft": 0.25, "tpot": 0.0625, "engines": 0.125, "kept": 0.0, "harm": 0.0625},
+            "term": "harm",
+            "other": {
+                "choice": "split",
+                "engines": ["http://1", "http://2"],
+                "values": {"ttft": 0.25, "cost": 0.75, "cached": 0},
+                "parts": {"ttft": 0.25, "tpot": 0.0, "engines": 0.125, "kept": 0.0, "harm": 0.375},
+            },
+            "outcome": None,
         }
         kept = w.proxy.pools[0].decisions
         assert kept is not None
@@ -410,13 +436,39 @@ async def test_the_last_decisions_are_kept() -> None:
 
 
 async def test_decisions_are_shown_by_the_admin_api() -> None:
-    """Not by the port of clients: they name requests of others."""
-    async with placed_world(1, 1) as w, admin(w) as api:
-        scripted(w).usual = whole(0, "ttft", ttft=0.1)
-        await w.ask(COMPLETIONS, completion(prompt=IDS), [("X-Request-Id", "first")])
-        (one,) = (await api.get("/decisions"))["decisions"]
-        assert (one["request_id"], one["reason"]) == ("first", "ttft")
+    """With what became of each. Not by the port of clients: they name requests of others."""
+    async with placed_world(1, 2) as w, admin(w) as api:
+        good, late = (replace(WEIGHED, ttft=bound, tpot=bound) for bound in (60.0, 1e-9))
+        placement = scripted(w)
+        placement.choices.extend([split(0, 0, weighed=good), whole(1, weighed=late)])
+        w.decode[0].script(scripts.whole(b'{"error": {"message": "out of memory"}}', 500))
+        body = completion(prompt=IDS, stream=True, max_tokens=5)
+        await w.ask(COMPLETIONS, body, [("X-Request-Id", "first")])
+        placement.choices.extend([whole(1, weighed=good)] * 2)
+        await w.ask(COMPLETIONS, body, [("X-Request-Id", "second")])
+        go = asyncio.Event()
+        w.decode[1].script(scripts.gate(go, serve))
+        client = await w.client()
+        client.post(COMPLETIONS, body, [("X-Request-Id", "third")])
+        await until(lambda: len(w.decode[1].requests) == 3)
+        shown = (await api.get("/decisions"))["decisions"]
+        assert [one["request_id"] for one in shown] == ["third", "second", "first", "first"]
+        outcomes = [one["outcome"] for one in shown]
+        assert [(one["state"], one["good"]) for one in outcomes] == [
+            ("running", None),
+            ("ok", True),
+            ("ok", False),
+            ("retried", None),
+        ]
+        assert outcomes[3]["error"]
+        assert outcomes[1]["completion_tokens"] == 5
+        assert outcomes[1]["ttft_s"] >= 0
+        assert outcomes[1]["tpot_s"] >= 0
+        fields = [access_fields(await w.ended(count)) for count in (1, 2)]
+        assert [one["good"] for one in fields] == [False, True]
+        assert "tpot_ms" in fields[1]
         assert (await w.get("/decisions")).status == 404
+        go.set()
 
 
 async def test_reasons_without_end_make_no_series_without_end() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from pdproxy.cli.main import main
 from pdproxy.cli.phases import phases
+from pdproxy.observe.weighed import Option, Weighed
 from tests.fakes import scripts
 from tests.fakes.admin import Admin, admin
 from tests.fakes.engine import serve
@@ -41,6 +42,13 @@ class Command:
         return code, *self._capsys.readouterr()
 
 
+WEIGHED = Weighed(
+    Option(0.5, 0.125, 0.008, 0.25, 0.25, 0.0, 0.0, 0.0, 0),
+    Option(1.0, 0.25, 0.01, 0.375, 0.5, 0.125, 0.0, 0.0, 0),
+    ("http://1",),
+)
+
+
 async def test_the_course_of_a_request(capsys: pytest.CaptureFixture[str]) -> None:
     """Each decision with its numbers and each failed leg, in their order; the phases of the last
     attempt; and what ended it.
@@ -48,7 +56,7 @@ async def test_the_course_of_a_request(capsys: pytest.CaptureFixture[str]) -> No
     async with placed_world(1, 2) as w, admin(w) as api:
         run = Command(api, capsys)
         placement = scripted(w)
-        placement.choices.extend([split(0, 0, "ttft", ttft=0.125, tpot=0.008), whole(1, "load")])
+        placement.choices.extend([split(0, 0, "ttft", WEIGHED), whole(1, "load")])
         w.decode[0].script(scripts.whole(b'{"error": {"message": "out of memory"}}', 500))
         answer = await w.ask(COMPLETIONS, completion(), [("X-Request-Id", "mine")])
         assert answer.status == 200
@@ -60,8 +68,12 @@ async def test_the_course_of_a_request(capsys: pytest.CaptureFixture[str]) -> No
         lines = out.splitlines()[out.splitlines().index("") + 1 :]
         assert re.fullmatch(
             f"attempt 1: split {p} -> {first}, reason ttft: (prompt tokens [0-9]+, )?"
-            f"ttft 0.125, tpot 0.008",
-            lines[0],
+            f"ttft 0.125, tpot 0.008, cost 0.5, cached 0",
+            lines.pop(0),
+        )
+        assert lines[0] == (
+            "  next best: whole http://1: ttft 0.25, tpot 0.01, cost 1, cached 0; tpot made the "
+            "difference (its part of the cost: 0.25 here, 0.5 there)"
         )
         assert re.match(f"  at [0-9.]+ m?s: decode at {first} failed, tried again: ", lines[1])
         assert lines[2].startswith(f"attempt 2: whole {second}, reason load")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -29,9 +30,11 @@ SEED = int(os.environ.get("PDPROXY_TEST_SEED", "5"))
 
 
 @asynccontextmanager
-async def running(tmp_path: Path, spare: int = 1, admin: str | None = None) -> AsyncIterator[Run]:
+async def running(
+    tmp_path: Path, spare: int = 1, admin: str | None = None, pool: str = ""
+) -> AsyncIterator[Run]:
     """Run two workers, an engine of each role, and decode engines that the proxy does not know.
-    `admin`: where its API is.
+    `admin`: where its API is; `pool`: further settings of the pool.
     """
     books = Books()
     engines = [FakeEngine(role, books) for role in ("prefill", *["decode"] * (1 + spare))]
@@ -40,6 +43,7 @@ async def running(tmp_path: Path, spare: int = 1, admin: str | None = None) -> A
         return (
             f"listen: {{port: {port}, workers: 2, admin: '{admin or f'127.0.0.1:{admin_port}'}'}}\n"
             "deadlines: {drain: 5}\nprobes: {interval: 0.2}\npools:\n- connector: nixl\n"
+            + pool
             + nodes(engines[:2])
         )
 
@@ -116,6 +120,37 @@ async def test_an_engine_comes_to_all_workers_and_goes_from_all(tmp_path: Path) 
             assert (await proxy.ask("POST", COMPLETIONS, completion())).text == TEXT
         lines = (tmp_path / "log").read_text()
         assert lines.count("the admin API listens on") == 1
+
+
+async def test_decisions_have_the_outcomes_that_workers_know(tmp_path: Path) -> None:
+    """The scheduler process has decided, a worker has served: the list of decisions has both, and
+    so has the worker's access line.
+    """
+    auto = "  policy: {placement: auto}\n  profile: h200-8b\n  slo: {ttft: 60, tpot: 60}\n"
+    async with running(tmp_path, pool=auto) as run:
+        for number in range(4):
+            named = [("X-Request-Id", f"mine-{number}"), ("X-PDProxy-Decision", "1")]
+            body = completion(stream=True, max_tokens=4)
+            answer = await exchange(run.proxy.port, request("POST", COMPLETIONS, body, named))
+            assert answer.status == 200
+            assert re.search(
+                "; term=[a-z]+; other=(whole|split) ", answer.header("x-pdproxy-decision") or ""
+            )
+        shown = await run.all_say(
+            "/decisions",
+            lambda shown: all(
+                (one["outcome"] or {}).get("state") == "ok" for one in shown["decisions"]
+            ),
+        )
+        assert [one["request_id"] for one in shown["decisions"]] == [
+            f"mine-{number}" for number in (3, 2, 1, 0)
+        ]
+        for one in shown["decisions"]:
+            assert (one["outcome"]["good"], one["outcome"]["completion_tokens"]) == (True, 4)
+            assert abs(sum(one["parts"].values()) - one["values"]["cost"]) < 1e-9
+            assert one["other"]["values"]["cost"] >= one["values"]["cost"]
+    lines = [line for line in (tmp_path / "log").read_text().splitlines() if "mine-0" in line]
+    assert any("term=" in line and "good=" in line for line in lines), lines
 
 
 async def test_workers_that_start_again_have_all_changes(tmp_path: Path) -> None:

@@ -25,6 +25,18 @@ _ALONE = dict(ALONE)
 _MEANINGS = {**dict(OUTCOMES), **{reason.value: text for reason, _, text in REASONS}}
 
 
+Numbers = dict[str, float | None]
+
+
+class Other(msgspec.Struct):
+    """The next best choice."""
+
+    choice: str
+    engines: list[str]
+    values: Numbers
+    parts: Numbers
+
+
 class Decided(msgspec.Struct):
     """A decision of a placement, as the admin API shows it."""
 
@@ -35,7 +47,11 @@ class Decided(msgspec.Struct):
     engines: list[str]
     must_be_whole: str | None
     tokens: int | None
-    values: dict[str, float | None] | None
+    values: Numbers | None
+    parts: Numbers | None
+    term: str | None
+    other: Other | None
+    outcome: dict[str, Any] | None
 
 
 class Decisions(msgspec.Struct):
@@ -96,6 +112,7 @@ def course(
     unit, failures = "attempt" if request.prompt_count <= 1 else "decision", [*request.failures]
     for number, one in enumerate(reversed(decisions)):
         yield f"{unit} {number + 1}: {_decision(one)}"
+        yield from _next_best(one)
         yield from _failed(failures, one.engines)
     yield from _failed(failures, None)
     for prompt in request.prompts:
@@ -133,10 +150,29 @@ def _failed(failures: list[RecentFailure], engines: Sequence[str] | None) -> Ite
 def _decision(one: Decided) -> str:
     engines = f" {' -> '.join(one.engines)}" if one.engines else ""
     numbers = [] if one.tokens is None else [f"prompt tokens {one.tokens}"]
-    numbers += [f"{name} {_number(value)}" for name, value in (one.values or {}).items()]
+    if one.values:
+        numbers.append(_numbers(one.values))
     bound = f", since it must be whole: {one.must_be_whole}" if one.must_be_whole else ""
     figures = f": {', '.join(numbers)}" if numbers else ""
     return f"{one.choice}{engines}, reason {one.reason}{bound}{figures}"
+
+
+def _next_best(one: Decided) -> Iterator[str]:
+    other, values = one.other, one.values
+    if other is None or values is None or one.parts is None or one.term is None:
+        return
+    cached = one.term == "cached"
+    ours, theirs = (values, other.values) if cached else (one.parts, other.parts)
+    what = "prompt tokens in the cache" if cached else "its part of the cost"
+    yield (
+        f"  next best: {other.choice} {' -> '.join(other.engines)}: {_numbers(other.values)}; "
+        f"{one.term} made the difference ({what}: {_number(ours[one.term])} here, "
+        f"{_number(theirs[one.term])} there)"
+    )
+
+
+def _numbers(values: Numbers) -> str:
+    return ", ".join(f"{name} {_number(value)}" for name, value in values.items())
 
 
 def _number(value: float | None) -> str:

@@ -18,7 +18,7 @@ from pdproxy.fleet.transfers import Transfers
 from pdproxy.kit.errors import TooLateError
 from pdproxy.observe.description import Label, counter
 from pdproxy.observe.events import Decided, NodeChanged, Observers
-from pdproxy.scheduling.decisions import LATE, REFUSED, SPLIT, WHOLE, Decision, Decisions
+from pdproxy.scheduling.decisions import LATE, REFUSED, Decision, Decisions, choice_of
 from pdproxy.scheduling.leases import FAILED, GOOD, NEUTRAL, Assignment, Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import DECODE, ENCODE, PREFILL, LedgerEngine, Role
@@ -197,12 +197,12 @@ class LocalScheduler:
             decision = Decision(
                 self._now(),
                 request_id,
-                WHOLE if len(urls) == 1 else SPLIT,
+                choice_of(urls),
                 placed.reason,
                 urls,
                 constraints.must_be_whole,
                 ask.tokens,
-                placed.values,
+                placed.weighed,
             )
             self._decided(decision)
         return placed

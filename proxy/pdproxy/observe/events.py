@@ -13,6 +13,7 @@ import msgspec
 
 from pdproxy.kit.errors import Wait
 from pdproxy.observe.description import Description, Label, Samples, counter
+from pdproxy.observe.weighed import Weighed
 
 ITL_BOUNDS = (
     0.001,
@@ -57,7 +58,8 @@ class LegTimes(msgspec.Struct, omit_defaults=True):
     streamed, `whole_s`: from asking to the whole answer. Where both engines were asked at once,
     both count from the prefill engine's answer, and `overlap_s` is the time in which both had been
     asked before that. `attempts`: how often engines were asked for it. `decision`: the placement's
-    reason, None where the pool has none; with what it predicted, None where it predicts nothing.
+    reason, None where the pool has none; `weighed`: what it was based on, None where it predicts
+    nothing.
 
     `continued`: how often another engine went on with the stream; `continued_by`: the kind of
     failure that first cut it; `pause_s`: seconds without data because of that. `beside_idle`:
@@ -74,8 +76,7 @@ class LegTimes(msgspec.Struct, omit_defaults=True):
     overlap_s: float | None = None
     attempts: int = 0
     decision: str | None = None
-    predicted_ttft_s: float | None = None
-    predicted_tpot_s: float | None = None
+    weighed: Weighed | None = None
     continued: int = 0
     continued_by: str | None = None
     pause_s: float | None = None

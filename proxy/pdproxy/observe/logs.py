@@ -7,6 +7,7 @@ none.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -49,6 +50,7 @@ from pdproxy.observe.few_lines import FewLines
 from pdproxy.observe.formats import Fields, Formatter, make_formatter
 from pdproxy.observe.lines import LineWriter
 from pdproxy.observe.traces import trace_ids
+from pdproxy.observe.weighed import Weighed, tpot_of
 
 access = logging.getLogger("pdproxy.access")
 legs = logging.getLogger("pdproxy.legs")
@@ -303,6 +305,11 @@ ACCESS_FIELDS = (
     "decision",
     "predicted_ttft_ms",
     "predicted_tpot_ms",
+    "cost",
+    "term",
+    "other_cost",
+    "tpot_ms",
+    "good",
 )
 """The fields of the access line. docs/guide/monitoring.md describes each."""
 TRACE_FIELDS = ("trace_id", "span_id")
@@ -314,14 +321,15 @@ def access_values(event: RequestEnded) -> tuple[object, ...]:
     """Return the values of `ACCESS_FIELDS`; None for each that has none, which is left out of the
     line.
 
-    Times are in milliseconds. Of a list of prompts: all engines, and the longest time of each
-    phase.
+    Times are in milliseconds. Of a list of prompts: all engines, the longest time of each phase,
+    and what was weighed for the prompt whose choice costs most.
     """
     legs = event.legs
     leg = legs[0] if len(legs) == 1 else _together(legs)
     split = leg.prefill is not None
     of_answer = leg.whole_s if leg.first_s is None else leg.first_s
-    first = event.first_s
+    first, weighed = event.first_s, leg.weighed
+    tpot = tpot_of(first, event.total_s, event.completion_tokens)
     return (  # of more than 30 Python would make a list first, one by one
         event.request_id,
         event.client,
@@ -352,12 +360,27 @@ def access_values(event: RequestEnded) -> tuple[object, ...]:
         leg.continued or None,
         leg.continued_by,
         _ms(leg.pause_s) if leg.continued else None,
-        *(
-            (None, None, None)
-            if leg.decision is None
-            else (leg.decision, _ms(leg.predicted_ttft_s), _ms(leg.predicted_tpot_s))
-        ),
+        leg.decision,
+        *(_NOT_WEIGHED if weighed is None else _weighed(weighed)),
+        _ms(tpot),
+        None if weighed is None else weighed.good(event.outcome, first, tpot),
     )
+
+
+_NOT_WEIGHED = (None,) * 5
+
+
+def _weighed(weighed: Weighed) -> tuple[object, ...]:
+    chosen, other = weighed.chosen, weighed.other
+    numbers = chosen.ttft_s, chosen.tpot_s, chosen.cost, None if other is None else other.cost
+    ttft, tpot, cost, instead = (
+        None if number is None or not math.isfinite(number) else number for number in numbers
+    )
+    return _ms(ttft), _ms(tpot), _cost(cost), weighed.term(), _cost(instead)
+
+
+def _cost(cost: float | None) -> float | None:
+    return None if cost is None else int(10_000 * cost + 0.5) / 10_000
 
 
 def access_fields(event: RequestEnded) -> Fields:
@@ -381,8 +404,11 @@ def _together(legs: Sequence[LegTimes]) -> LegTimes:
         overlap_s=_longest([leg.overlap_s for leg in legs]),
         attempts=max((leg.attempts for leg in legs), default=0),
         decision=_distinct([leg.decision for leg in legs]),
-        predicted_ttft_s=_longest([leg.predicted_ttft_s for leg in legs]),
-        predicted_tpot_s=_longest([leg.predicted_tpot_s for leg in legs]),
+        weighed=max(
+            (leg.weighed for leg in legs if leg.weighed is not None),
+            key=lambda weighed: weighed.chosen.cost,
+            default=None,
+        ),
         continued=sum(leg.continued for leg in legs),
         continued_by=_distinct([leg.continued_by for leg in legs]),
         pause_s=_longest([leg.pause_s for leg in legs]),

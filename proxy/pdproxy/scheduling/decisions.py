@@ -4,14 +4,14 @@ reads them.
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 import msgspec
 
 from pdproxy.observe.events import LegTimes
+from pdproxy.observe.weighed import Option, Weighed
 from pdproxy.scheduling.leases import Assignment
 
 KEPT = 256
@@ -25,7 +25,7 @@ class Decision(msgspec.Struct, frozen=True):
     """A decision for one attempt of a request. `at`: when, in monotonic seconds.
 
     `choice`: whole, split or refused. `engines`: their URLs, the one that answers last.
-    `must_be_whole`: why the request could not be split, None if it could. `values`: what the
+    `must_be_whole`: why the request could not be split, None if it could. `weighed`: what the
     placement based it on. `tokens`: the prompt's, None where unknown.
     """
 
@@ -36,7 +36,7 @@ class Decision(msgspec.Struct, frozen=True):
     engines: tuple[str, ...] = ()
     must_be_whole: str | None = None
     tokens: int | None = None
-    values: Mapping[str, float] | None = None
+    weighed: Weighed | None = None
 
 
 class KeptDecisions(msgspec.Struct, array_like=True, frozen=True):
@@ -47,22 +47,6 @@ class KeptDecisions(msgspec.Struct, array_like=True, frozen=True):
     placement: str | None
     now: float
     decisions: list[Decision]
-
-
-class _Shown(msgspec.Struct):
-    age_s: float
-    request_id: str
-    choice: str
-    reason: str
-    engines: tuple[str, ...]
-    must_be_whole: str | None
-    tokens: int | None
-    values: Mapping[str, float] | None
-
-
-class _Page(msgspec.Struct):
-    placement: str | None
-    decisions: list[_Shown]
 
 
 class Decisions:
@@ -88,49 +72,37 @@ class Decisions:
         placement = next((one.placement for one in pools if one.placement is not None), None)
         return KeptDecisions(placement, self._now(), found)
 
-    def page(self) -> bytes:
-        """Return them as `page_of` does."""
-        return page_of(self.kept())
-
-
-def page_of(kept: KeptDecisions) -> bytes:
-    """Return decisions as JSON, the newest first. Numbers that are none (infinite) become null."""
-    shown = [
-        _Shown(
-            round(kept.now - one.at, 3),
-            one.request_id,
-            one.choice,
-            one.reason,
-            one.engines,
-            one.must_be_whole,
-            one.tokens,
-            one.values,
-        )
-        for one in reversed(kept.decisions)
-    ]
-    return msgspec.json.encode(_Page(kept.placement, shown))
-
 
 def decided(times: LegTimes, assignment: Assignment) -> LegTimes:
-    """Return what happened, with the decision that led to it. Predictions that are no times
-    (infinite) are left out.
-    """
-    ttft, tpot = (_finite((assignment.values or {}).get(name)) for name in ("ttft", "tpot"))
-    return msgspec.structs.replace(
-        times, decision=assignment.reason, predicted_ttft_s=ttft, predicted_tpot_s=tpot
-    )
+    """Return what happened, with the decision that led to it."""
+    return msgspec.structs.replace(times, decision=assignment.reason, weighed=assignment.weighed)
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def choice_of(engines: Sequence[object]) -> str:
+    """Return what is chosen with so many engines."""
+    return WHOLE if len(engines) == 1 else SPLIT
 
 
 def spelled(assignment: Assignment, why_alone: str | None) -> str:
     """Return a decision as the value of a header: `whole URL; reason=R; name=value`, or `split URL
     -> URL; ...`.
     """
-    urls = [lease.engine.url for lease in assignment.leases]
-    choice = WHOLE if len(urls) == 1 else SPLIT
-    reason = assignment.reason or why_alone or "policy"
-    values = [f"{name}={value:.4g}" for name, value in (assignment.values or {}).items()]
-    return "; ".join([f"{choice} {' -> '.join(urls)}", f"reason={reason}", *values])
+    weighed = assignment.weighed
+    parts = [
+        _engines([lease.engine.url for lease in assignment.leases]),
+        f"reason={assignment.reason or why_alone or 'policy'}",
+    ]
+    if weighed is not None:
+        parts += _values(weighed.chosen, "")
+        if weighed.other is not None:
+            parts += [f"term={weighed.term()}", f"other={_engines(weighed.engines)}"]
+            parts += _values(weighed.other, "other_")
+    return "; ".join(parts)
+
+
+def _engines(urls: Sequence[str]) -> str:
+    return f"{choice_of(urls)} {' -> '.join(urls)}"
+
+
+def _values(option: Option, before: str) -> list[str]:
+    return [f"{before}{name}={value:.4g}" for name, value in option.values().items()]

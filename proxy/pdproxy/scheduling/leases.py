@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import Enum
 from typing import Protocol
 
 import msgspec
 
+from pdproxy.observe.weighed import Weighed
 from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.scheduling.prefix.prediction import Prediction
 from pdproxy.scheduling.turn_before import FoundTurn
@@ -69,14 +69,14 @@ class Assignment(msgspec.Struct, eq=False):
     """The leases that serve one request, the one that answers last. `reason`: why these, empty
     where nothing was decided.
 
-    `values`: what the decision was based on, for those who ask for it; None where nothing was
+    `weighed`: what the decision was based on, for those who ask for it; None where nothing was
     computed. `space`: what was taken for the prompt's KV, None where nothing has to be. `turn`: the
     turn before the prompt, None if none was found.
     """
 
     leases: tuple[Lease, ...]
     reason: str = ""
-    values: Mapping[str, float] | None = None
+    weighed: Weighed | None = None
     space: Space | None = None
     turn: FoundTurn | None = None
 

@@ -491,7 +491,7 @@ class Ledger(EngineStates):
             leases = (prefill_lease, self._open(decode, Role.DECODE, 0, ask))
         if self.wanted is not None:
             self.wanted.opened(leases, ask)
-        return Assignment(leases, placed.reason, placed.values)
+        return Assignment(leases, placed.reason, placed.weighed)
 
     def is_placeable(self, ask: Ask, *, split: bool, without: Collection[str] = ()) -> bool:
         """Return whether `place` has any engines to choose from."""

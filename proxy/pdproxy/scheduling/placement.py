@@ -16,6 +16,7 @@ from itertools import product
 
 import msgspec
 
+from pdproxy.observe.weighed import Weighed
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger_engine import LedgerEngine
 from pdproxy.scheduling.policy import Ask
@@ -59,12 +60,12 @@ class Candidates:
 
 class Placed(msgspec.Struct, frozen=True):
     """A decision: one engine, or a prefill and a decode engine. `reason` is one of a few words,
-    `values` what it was based on.
+    `weighed` what it was based on.
     """
 
     engines: tuple[LedgerEngine] | tuple[LedgerEngine, LedgerEngine]
     reason: str
-    values: Mapping[str, float] | None = None
+    weighed: Weighed | None = None
 
 
 @dataclass(frozen=True, slots=True)

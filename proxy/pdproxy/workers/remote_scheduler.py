@@ -111,7 +111,7 @@ class RemoteScheduler:
         chosen = Assignment(
             tuple(leases),
             found.reason,
-            found.values,
+            found.weighed,
             _Space(link, leases[-1]) if found.space else None,
         )
         if found.turn is not None:

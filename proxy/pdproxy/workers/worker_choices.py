@@ -8,7 +8,7 @@ ended they are ended: they show nothing of their engines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,6 +17,7 @@ from pdproxy.app.capacity import PoolCapacity
 from pdproxy.deciding.buffers import ReceiveBuffers
 from pdproxy.deciding.kept_turns import Reuse
 from pdproxy.deciding.local_scheduler import LocalScheduler
+from pdproxy.observe.weighed import Weighed
 from pdproxy.scheduling.leases import NEUTRAL, Assignment, Lease, Space, Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import Role
@@ -94,7 +95,7 @@ class Chosen(msgspec.Struct, array_like=True):
 
     leases: Sequence[Leased]
     reason: str = ""
-    values: Mapping[str, float] | None = None
+    weighed: Weighed | None = None
     space: bool = False
     turn: Reuse | None = None
 
@@ -252,7 +253,7 @@ class ChoicesOfWorker:
         leases, turn = self._leased(number, found.leases), None
         if found.turn is not None and self._turns is not None:
             turn = self._turns.give(number, found.turn)
-        return Chosen(leases, found.reason, found.values, found.space is not None, turn)
+        return Chosen(leases, found.reason, found.weighed, found.space is not None, turn)
 
     @asked
     def choose_one(

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from pdproxy.engine_model.fitted import FittedRanges
 from pdproxy.engine_model.hardware import Hardware
+from pdproxy.observe.weighed import Option
 from pdproxy.scheduling.auto.correction import Error, Handoff, Handoffs
-from pdproxy.scheduling.auto.costs import Costs, Look
+from pdproxy.scheduling.auto.costs import Choice, Costs, Look
 from pdproxy.scheduling.auto.demand import Demand, DemandMeter
 from pdproxy.scheduling.auto.loads import PredictedLeg, PredictedLoad
 from pdproxy.scheduling.auto.roles import REVIEW_S, SETTLED_S, KeptEngines, typical
@@ -41,26 +42,6 @@ _NOTHING: Mapping[str, int] = {}
 _NO_LEG = (None, None)
 _UNKNOWN = Handoff()
 """Where no prompt can be split."""
-
-
-class _Choice:
-    """What may be done with a request: its engines, and what is predicted of it. `decode` is None
-    where it is not split.
-    """
-
-    __slots__ = ("cost", "decode", "handoff", "leg", "output", "prefill", "tpot_s", "ttft_s")
-    handoff: Handoff
-    """Of a split: that of its prompt's length."""
-    leg: PredictedLeg | None
-    """Of a split: its prefill's, once that was opened."""
-
-    def __init__(
-        self, cost: float, prefill: Look, decode: Look | None, ttft_s: float, tpot_s: float
-    ) -> None:
-        self.cost, self.prefill, self.decode = cost, prefill, decode
-        self.ttft_s, self.tpot_s = ttft_s, tpot_s
-        self.output = 0.0
-        """The expected tokens of the answer."""
 
 
 class _Group:
@@ -118,7 +99,9 @@ class Auto(Placement):
         self._views: dict[Candidates, EnginesView] = {}
         self._views_by_engines: dict[tuple[tuple[LedgerEngine, ...], ...], EnginesView] = {}
         self._groups: dict[Group, _Group] = {}
-        self._choice: _Choice | None = None
+        self._choice: Choice | None = None
+        self._output = 0.0
+        """The expected tokens of its answer."""
         self._number = 0
         """Of decisions."""
         self.outputs = Outputs()
@@ -188,18 +171,22 @@ class Auto(Placement):
             view.sort_roles(group.kept.changes)
         output = self.outputs.expected(tokens, ask.limit)
         costs = self._costs_of(ask)
-        choice = self._least(costs, now, tokens, output, known, view, candidates, group.kept.share)
-        if choice is None or (self._refuses and costs.hopeless(choice.ttft_s)):
+        self._number += 1
+        choice, other = self._least(
+            costs, now, tokens, output, known, view, candidates, group.kept.share
+        )
+        if choice is None or (self._refuses and costs.hopeless(choice.option.ttft_s)):
             self._choice = None
             return None
-        self._choice, choice.output = choice, output
-        load = choice.prefill.load
-        group.meter.add(now, tokens, choice.prefill.cached, output)
-        values = {"ttft": choice.ttft_s, "tpot": choice.tpot_s, "cost": choice.cost}
-        if choice.decode is None:
-            return Placed((load.engine,), "cached" if choice.prefill.cached else "whole", values)
+        self._choice, self._output = choice, output
+        prefill, decode = choice.prefill, choice.decode
+        group.meter.add(now, tokens, prefill.cached, output)
+        weighed = costs.weighed(choice, other)
+        if decode is None:
+            reason = "cached" if prefill.cached else "whole"
+            return Placed((prefill.load.engine,), reason, weighed)
         self.splits += 1
-        return Placed((load.engine, choice.decode.load.engine), "split", values)
+        return Placed((prefill.load.engine, decode.load.engine), "split", weighed)
 
     def _least(
         self,
@@ -211,56 +198,83 @@ class Auto(Placement):
         view: EnginesView,
         candidates: Candidates,
         share: float,
-    ) -> _Choice | None:
-        """Return the choice with the least cost, None if there is none. `share`: of the time that
-        kept engines work.
+    ) -> tuple[Choice | None, Choice | None]:
+        """Return the choice with the least cost, None if there is none, and the next best one of
+        those that were computed. `share`: of the time that kept engines work.
         """
-        self._number = number = self._number + 1
-        looks = view.looks
+        looks: dict[PredictedLoad, Look] = {}
 
         def look(load: PredictedLoad) -> Look:
-            found = looks.get(load) or view.look(load)
-            if found.number != number:
-                found.number = number
-                costs.look(
-                    found, now, tokens, known.get(load.url, 0) if known else 0, output, share
-                )
+            found = looks.get(load)
+            if found is None:
+                cached = known.get(load.url, 0) if known else 0
+                found = looks[load] = costs.look(load, now, tokens, cached, output, share)
             return found
 
         cached: Sequence[PredictedLoad] = view.cached(known) if known else ()
         prefills = view.worth_prefill(cached)
         decodes: list[Look] = []
-        least = bound = math.inf
-        first: tuple[float, float] | None = None
+        least = second = bound = math.inf
+        best: Choice | None = None
+        other: Choice | None = None
+        first: Choice | None = None
         handoff = _UNKNOWN
         if prefills:
             handoff = self._handoffs.by_bits[tokens.bit_length()]
             for load in view.worth_decode():
                 decode = look(load)
-                costs.answer(decode, now, tokens, output)
+                if not decode.tpot_s:
+                    costs.answer(decode, now, tokens, output)
                 decodes.append(decode)
         if decodes:  # there may be none: all are full, or down
             prefill, decode = look(prefills[0]), decodes[0]
             if prefill is not decode and candidates.compatible(
                 prefill.load.engine, decode.load.engine
             ):
-                first = costs.split(prefill, decode, tokens, handoff.ratio)
-                bound = first[0]  # what costs as much is not chosen
-        best: Look | None = None
-        best_decode: Look | None = None
-        best_ttft, whole = 0.0, view.serve_whole
+                option = costs.split(prefill, decode, tokens, handoff.ratio)
+                first = Choice(option, prefill, decode, handoff)
+                bound = option.cost  # what costs as much is not chosen
+        whole = view.serve_whole
         for load in (*view.worth_whole(cached), *prefills):
             if load not in whole:
                 continue
             one = look(load)
-            cost, ttft = costs.whole(one)
-            if cost >= bound:
+            cost, ttft, part = costs.whole(one)
+            worth = cost < bound
+            if worth and not one.tpot_s:
+                costs.answer(one, now, tokens, output)
+            both = one.late * one.slow
+            cost += one.tpot_cost - both
+            if cost >= second or (best is not None and best.prefill is one):
                 continue
-            costs.answer(one, now, tokens, output)
-            cost += one.tpot_cost - one.late * one.slow
+            choice = Choice(
+                Option(
+                    cost,
+                    ttft,
+                    one.tpot_s,
+                    part - both,
+                    one.tpot_cost,
+                    one.cost,
+                    one.longer_s,
+                    0.0,
+                    one.cached,
+                ),
+                one,
+            )
+            if cost < least and worth:
+                second, other, least, best = least, best, cost, choice
+                if cost < bound:
+                    bound = cost
+            else:
+                second, other = cost, choice
+        if first is not None:
+            cost = first.option.cost
             if cost < least:
-                least, best, best_ttft = cost, one, ttft
-                bound = min(bound, cost)
+                if least < second:
+                    second, other = least, best
+                least, best = cost, first
+            elif cost < second:
+                second, other = cost, first
         paired = True
         for load in prefills if decodes else ():
             prefill = look(load)
@@ -269,30 +283,26 @@ class Auto(Placement):
             for decode in decodes:
                 if decode is prefill or prefill.cost + decode.tpot_cost >= least:
                     continue
-                if first is not None and prefill.load is prefills[0] and decode is decodes[0]:
-                    cost, ttft = first
-                else:
-                    cost, ttft = costs.split(prefill, decode, tokens, handoff.ratio)
-                if cost < least:
+                if first is not None and prefill is first.prefill and decode is first.decode:
+                    continue
+                option = costs.split(prefill, decode, tokens, handoff.ratio)
+                if option.cost < least:
                     paired = candidates.compatible(prefill.load.engine, decode.load.engine)
                     if paired:
-                        least, best, best_decode, best_ttft = cost, prefill, decode, ttft
+                        if least < second:
+                            second, other = least, best
+                        least, best = option.cost, Choice(option, prefill, decode, handoff)
         # those that were worth a look may not work together
         if prefills and (best is None or not paired):
-            for load, other in view.pairs(candidates.compatible):
-                prefill, decode = look(load), look(other)
-                costs.answer(decode, now, tokens, output)
-                cost, ttft = costs.split(prefill, decode, tokens, handoff.ratio)
-                if cost < least:
-                    least, best, best_decode, best_ttft = cost, prefill, decode, ttft
+            for load, decoder in view.pairs(candidates.compatible):
+                prefill, decode = look(load), look(decoder)
+                if not decode.tpot_s:
+                    costs.answer(decode, now, tokens, output)
+                option = costs.split(prefill, decode, tokens, handoff.ratio)
+                if option.cost < least:
+                    other, best = best or other, Choice(option, prefill, decode, handoff)
                 break
-        if best is None:
-            return None
-        if best_decode is None:
-            return _Choice(least, best, None, best_ttft, best.tpot_s)
-        choice = _Choice(least, best, best_decode, best_ttft, best_decode.tpot_s)
-        choice.handoff, choice.leg = handoff, None
-        return choice
+        return best, other
 
     def _costs_of(self, ask: Ask) -> Costs:
         slo = self.slo if ask.slo is None else ask.slo.over(self.slo)
@@ -375,15 +385,18 @@ class Auto(Placement):
             load, look, choice = self._load(engine), None, None
             output = self.outputs.expected(tokens, ask.limit)
         else:
-            load, output = look.load.own, choice.output
+            load, output = look.load.own, self._output
         times = load.times
         if role is Role.DECODE:
             longer = times.pull_s(tokens - look.cached if look is not None else tokens)
             leg = PredictedLeg(now, tokens, output, 0.0, 0.0, 0.0, longer)
-            if choice is not None and choice.leg is not None:
-                choice.leg.decode, leg.prefilled_at = leg, 0.0
-                leg.handoff = handoff = choice.handoff
-                leg.handoff_s = (choice.ttft_s - choice.prefill.first_s) / handoff.ratio
+            if (
+                choice is not None
+                and choice.leg is not None
+                and (handoff := choice.handoff) is not None
+            ):
+                choice.leg.decode, leg.handoff = leg, handoff
+                leg.handoff_s = (choice.option.ttft_s - choice.prefill.first_s) / handoff.ratio
         else:
             if look is not None:
                 seconds, longer, steps = look.seconds, look.longer_s, look.steps
@@ -399,7 +412,7 @@ class Auto(Placement):
                 choice.leg = leg
         answers = role is not Role.PREFILL
         if answers and choice is not None:
-            leg.ttft_s, leg.tpot_s = choice.ttft_s, choice.tpot_s
+            leg.ttft_s, leg.tpot_s = choice.option.ttft_s, choice.option.tpot_s
             self._choice = None
         load.opened(leg, arrives_at=now + times.before_s, answers=answers, longer_s=longer)
         if answers and ask.is_silent:

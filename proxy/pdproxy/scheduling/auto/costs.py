@@ -6,7 +6,11 @@ from __future__ import annotations
 
 import math
 
-from pdproxy.scheduling.auto.loads import MEMORY_S, MOST_BUSY, PredictedLoad
+import msgspec
+
+from pdproxy.observe.weighed import Option, Weighed
+from pdproxy.scheduling.auto.correction import Handoff
+from pdproxy.scheduling.auto.loads import MEMORY_S, MOST_BUSY, PredictedLeg, PredictedLoad
 from pdproxy.scheduling.auto.weights import Weights
 from pdproxy.scheduling.slo import Slo
 
@@ -26,10 +30,7 @@ def chance(distance: float) -> float:
     """Return the chance that a limit is missed: 0.5 at a distance of 0, in widths; the logistic
     function.
     """
-    try:
-        return 1.0 / (1.0 + math.exp(-distance))
-    except OverflowError:
-        return 0.0
+    return 0.5 + 0.5 * math.tanh(0.5 * distance)
 
 
 class Look:
@@ -47,7 +48,6 @@ class Look:
         "late",
         "load",
         "longer_s",
-        "number",
         "per_s",
         "rise",
         "seconds",
@@ -58,8 +58,6 @@ class Look:
         "tpot_s",
     )
     load: PredictedLoad
-    number: int
-    """Of the decision that it is of."""
     cached: int
     """The prompt's tokens in its cache."""
     busy: float
@@ -97,8 +95,18 @@ class Look:
     before: float
     """How likely one of them is to miss the limit as it is."""
 
-    def __init__(self, load: PredictedLoad) -> None:
-        self.load, self.number = load, 0
+
+class Choice(msgspec.Struct, eq=False):
+    """What may be done with a request: what is predicted of it, and its engines. `decode` is None
+    where it is not split; else `handoff` is that of its prompt's length, and `leg` its prefill's,
+    once that was opened.
+    """
+
+    option: Option
+    prefill: Look
+    decode: Look | None = None
+    handoff: Handoff | None = None
+    leg: PredictedLeg | None = None
 
 
 class Costs:
@@ -124,15 +132,22 @@ class Costs:
         return self._ttft is not None and ttft_s > _LATE * self._ttft
 
     def look(
-        self, one: Look, now: float, tokens: int, cached: int, output: float, kept_share: float
-    ) -> None:
-        """Note what a prompt would mean for an engine. Where no sequence decodes there, `answer`
+        self,
+        load: PredictedLoad,
+        now: float,
+        tokens: int,
+        cached: int,
+        output: float,
+        kept_share: float,
+    ) -> Look:
+        """Return what a prompt would mean for an engine. Where no sequence decodes there, `answer`
         has to note the rest.
 
         `cached`: its tokens in the cache; `output`: the answer, in tokens; `kept_share`: the part
         of the time that an engine works that is kept for prefill.
         """
-        load = one.load
+        one = Look()
+        one.load = load
         load.advance(now)
         times, decoding = load.times, load.decoding
         before_s, busy = times.before_s, 0.0
@@ -148,14 +163,14 @@ class Costs:
             one.seconds, one.cost = seconds, self._engine_s * seconds
             first = before_s + seconds
             one.first_s = first + (busy - before_s) if busy > before_s else first
-            one.tpot_s = 0.0
-            return
+            one.tpot_s = one.tpot_cost = one.slow = 0.0
+            return one
         context = load.prompts + decoding * load.steps - load.began_steps
         seconds, longer, steps = times.prefill_s(
             tokens - cached, cached, decoding, context, busy > before_s
         )
         one.seconds, one.longer_s, one.steps = seconds, longer, steps
-        self._answer(one, now, tokens, output, context)
+        self.answer(one, now, tokens, output, context)
         first = before_s + seconds
         one.first_s = first + (busy - before_s if busy > before_s else 0.5 * one.step_s)
         harm, count, limit = 0.0, decoding + load.expected, self._tpot
@@ -178,15 +193,14 @@ class Costs:
         if self._gap is not None and one.full_s > self._gap:
             harm += count
         one.cost = harm + self._engine_s * longer
+        return one
 
-    def answer(self, one: Look, now: float, tokens: int, output: float) -> None:
-        """Note what the tokens after the first would take, if `look` has not: for engines without
-        sequences that decode.
+    def answer(
+        self, one: Look, now: float, tokens: int, output: float, context: float = 0.0
+    ) -> None:
+        """Note what the tokens after the first would take, where `tpot_s` is not known yet.
+        `context`: the tokens of the sequences that decode there.
         """
-        if not one.tpot_s:
-            self._answer(one, now, tokens, output, 0.0)
-
-    def _answer(self, one: Look, now: float, tokens: int, output: float, context: float) -> None:
         load = one.load
         times, decoding, expected = load.times, load.decoding, load.expected
         share = load.delay * math.exp((load.delay_at - now) / MEMORY_S)
@@ -222,24 +236,23 @@ class Costs:
             cost += load.delay_share(now)
         one.tpot_cost = cost
 
-    def whole(self, look: Look) -> tuple[float, float]:
+    def whole(self, look: Look) -> tuple[float, float, float]:
         """Return what it costs that an engine serves the request whole, but for its `tpot_cost`
-        where it is not late, and its TTFT.
+        where it is not late, the TTFT, and the part of the cost that is for this.
         """
         load = look.load
         ttft = look.first_s + load.times.to_client_s
-        cost = look.cost + self._ttft_s * ttft
+        ttft_cost = self._ttft_s * ttft
         look.late = 0.0
         if self._ttft is not None:
             look.late = late = chance((ttft - self._ttft) * self._ttft_width)
-            cost += late
-        return (cost + self._kept if load.kept else cost), ttft
+            ttft_cost += late
+        cost = look.cost + ttft_cost
+        return (cost + self._kept if load.kept else cost), ttft, ttft_cost
 
-    def split(
-        self, prefill: Look, decode: Look, tokens: int, handoff: float
-    ) -> tuple[float, float]:
-        """Return what it costs that two engines share the work, and the TTFT. `handoff`: by how
-        much longer handoffs take than is predicted without it.
+    def split(self, prefill: Look, decode: Look, tokens: int, handoff: float) -> Option:
+        """Return what it costs that two engines share the work. `handoff`: by how much longer
+        handoffs take than is predicted without it.
         """
         load = decode.load
         times = load.times
@@ -253,9 +266,10 @@ class Costs:
             + times.to_client_s
             + transfer * (1.0 + _LINE * load.pulls)
         )
-        cost = prefill.cost + decode.tpot_cost + self._engine_s * pull + self._ttft_s * ttft
+        ttft_cost = self._ttft_s * ttft
         if self._ttft is not None:
-            cost += chance((ttft - self._ttft) * self._ttft_width) * (1.0 - decode.slow)
+            ttft_cost += chance((ttft - self._ttft) * self._ttft_width) * (1.0 - decode.slow)
+        cost = prefill.cost + decode.tpot_cost + self._engine_s * pull + ttft_cost
         if load.decoding:
             count = load.decoding + load.expected
             if self._tpot is not None:
@@ -266,4 +280,22 @@ class Costs:
                 )
             elif self._gap is None:
                 cost += _DELAY * count * pull
-        return cost, ttft
+        return Option(
+            cost,
+            ttft,
+            decode.tpot_s,
+            ttft_cost,
+            decode.tpot_cost,
+            prefill.cost,
+            prefill.longer_s,
+            pull,
+            prefill.cached,
+        )
+
+    def weighed(self, choice: Choice, other: Choice | None) -> Weighed:
+        """Return a choice and the next best one as operators are shown them."""
+        if other is None:
+            return Weighed(choice.option, None, (), self._ttft, self._tpot, self._engine_s)
+        url = other.prefill.load.url
+        engines = (url,) if other.decode is None else (url, other.decode.load.url)
+        return Weighed(choice.option, other.option, engines, self._ttft, self._tpot, self._engine_s)

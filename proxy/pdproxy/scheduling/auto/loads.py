@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from heapq import heappop, heappush
 
+import msgspec
+
 from pdproxy.scheduling.auto.correction import Factor, Handoff
 from pdproxy.scheduling.auto.times import WorkTimes
 from pdproxy.scheduling.ledger_engine import LedgerEngine
@@ -34,72 +36,46 @@ _SHARE_STEPS = 2.0
 """How much more than its share of the time a delay counts there, in steps."""
 
 
-class PredictedLeg:
+class PredictedLeg(msgspec.Struct, eq=False):
     """A lease: what was predicted of it. Times in monotonic seconds, durations in seconds."""
 
-    __slots__ = (
-        "began_alone",
-        "began_at",
-        "began_busy",
-        "began_step",
-        "decode",
-        "handoff",
-        "handoff_s",
-        "opened_at",
-        "output",
-        "plain_s",
-        "prefilled_at",
-        "pull_s",
-        "residual_s",
-        "seconds",
-        "steps",
-        "tokens",
-        "tpot_s",
-        "ttft_s",
-        "unseen",
-    )
-
-    handoff_s: float
+    opened_at: float
+    tokens: int
+    """Of the prompt."""
+    output: float
+    """Expected tokens of the answer."""
+    seconds: float
+    """Prefill; 0 where the KV comes from elsewhere."""
+    plain_s: float
+    """The same without the correction's factor."""
+    steps: float
+    """Steps that its prefill takes."""
+    pull_s: float
+    """How long the pull of its KV stops the engine's sequences."""
+    residual_s: float = 0.0
+    """How long the step takes that is under way when it comes."""
+    began_at: float | None = None
+    began_step: float = 0.0
+    began_busy: float = 0.0
+    began_alone: float = 0.0
+    ttft_s: float = 0.0
+    """A prediction; 0: none."""
+    tpot_s: float = 0.0
+    """A prediction; 0: none."""
+    handoff: Handoff | None = None
+    """Where its KV comes from elsewhere, and it was predicted how long that takes."""
+    handoff_s: float = 0.0
     """With a handoff: from the end of the prefill to the first token, predicted without the
     handoff's ratio.
     """
-    prefilled_at: float
+    prefilled_at: float = 0.0
     """With a handoff: when the prefill was done; 0: not yet."""
-
-    def __init__(
-        self,
-        opened_at: float,
-        tokens: int,
-        output: float,
-        seconds: float,
-        plain_s: float,
-        steps: float,
-        pull_s: float,
-    ) -> None:
-        self.opened_at, self.tokens, self.output = opened_at, tokens, output
-        """`tokens`: of the prompt; `output`: expected ones of the answer."""
-        self.seconds, self.plain_s = seconds, plain_s
-        """Prefill, and the same without the correction's factor; 0 where the KV comes from
-        elsewhere.
-        """
-        self.steps = steps
-        """Steps that its prefill takes."""
-        self.pull_s = pull_s
-        """How long the pull of its KV stops the engine's sequences."""
-        self.residual_s = 0.0
-        """How long the step takes that is under way when it comes."""
-        self.began_at: float | None = None
-        self.began_step = self.began_busy = self.began_alone = 0.0
-        self.ttft_s = self.tpot_s = 0.0
-        """Predictions; 0: none."""
-        self.handoff: Handoff | None = None
-        """Where its KV comes from elsewhere, and it was predicted how long that takes."""
-        self.decode: PredictedLeg | None = None
-        """Of a prefill: the leg that gets its KV, if that has a handoff."""
-        self.unseen = False
-        """Whether its first token is not seen: its answer comes as a whole. Nothing is learned of
-        how long it took.
-        """
+    decode: PredictedLeg | None = None
+    """Of a prefill: the leg that gets its KV, if that has a handoff."""
+    unseen: bool = False
+    """Whether its first token is not seen: its answer comes as a whole. Nothing is learned of
+    how long it took.
+    """
 
 
 class PredictedLoad:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
-from pdproxy.scheduling.auto.costs import Look
 from pdproxy.scheduling.auto.loads import PredictedLoad
 from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.scheduling.placement import Candidates
@@ -45,7 +44,6 @@ class EnginesView:
         "fixed_prefill",
         "free",
         "group",
-        "looks",
         "measured",
         "serve_whole",
         "version",
@@ -79,10 +77,6 @@ class EnginesView:
         self._prefill: list[PredictedLoad] = []
         self._prefills: frozenset[PredictedLoad] = frozenset()
         """The same, to find one."""
-        self.looks: dict[PredictedLoad, Look] = {}
-        """Where to note what a request would mean for an engine, as far as there was a need. There
-        is one per engine: decisions are not kept.
-        """
         self._decode: list[PredictedLoad] = []
 
     def sort_roles(self, version: int) -> None:
@@ -94,11 +88,6 @@ class EnginesView:
         self._prefills = frozenset(self._prefill)
         self._decode = [load for load in self.decode if not load.kept] or self.decode
         self._whole = [load for load in self.whole if not load.kept] or self.whole
-
-    def look(self, load: PredictedLoad) -> Look:
-        """Return a new one of `looks`."""
-        found = self.looks[load] = Look(load)
-        return found
 
     def cached(self, known: Mapping[str, int]) -> list[PredictedLoad]:
         """Return those with most of a prompt; where these are many, those with the least to do

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdproxy.fleet.entries import EngineEntry, PoolEngines
-from pdproxy.scheduling.decisions import page_of
+from pdproxy.observe.recent import KEPT
 from pdproxy.web.admin.changes import Change
+from pdproxy.web.admin.decided import DecisionList, decisions_of
 from pdproxy.web.admin.shapes import EngineChanged, EngineList, LevelShown, RequestList
 
 if TYPE_CHECKING:
@@ -45,9 +46,10 @@ class AdminApi:
         """
         return self.service.do(change)
 
-    async def decisions(self) -> bytes:
-        """Return the last decisions of the placements as JSON."""
-        return page_of(self.service.decisions())
+    async def decisions(self) -> DecisionList:
+        """Return the last decisions of the placements, with what has become of the requests."""
+        last = await self.requests(2 * KEPT, None, None)
+        return decisions_of(self.service.decisions(), last.requests, last.silent_workers)
 
     async def requests(
         self, limit: int, request_id: str | None, outcome: str | None

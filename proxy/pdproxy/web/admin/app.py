@@ -19,6 +19,7 @@ from pdproxy.observe.recent import KEPT
 from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.bodies import body_of, flag_of, number_of, query_of
 from pdproxy.web.admin.changes import Change
+from pdproxy.web.admin.decided import DecisionList
 from pdproxy.web.admin.gate import answer_of
 from pdproxy.web.admin.live import STILL, Feed, LiveResponse
 from pdproxy.web.admin.openapi import describe, operation, parameter
@@ -224,7 +225,7 @@ def _add_others(app: FastAPI, api: AdminApi) -> None:
 
     async def decisions(request: Request) -> Response:
         query_of(request, ())
-        return Response(await api.decisions(), media_type="application/json")
+        return shown(await api.decisions())
 
     path = f"{BASE}/log_level"
     _route(app, "GET", path, level, "The log level", {200: LevelShown})
@@ -254,7 +255,7 @@ def _add_others(app: FastAPI, api: AdminApi) -> None:
         f"{BASE}/decisions",
         decisions,
         "The last decisions of the pools' placements",
-        {200: None},
+        {200: DecisionList},
     )
 
 

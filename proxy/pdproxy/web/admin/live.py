@@ -26,10 +26,11 @@ from pdproxy.observe.description import Description, MergeRule, gauge
 from pdproxy.observe.recent import RecentRequest
 from pdproxy.observe.requests import ITL, NODE_LEGS, NODE_SECONDS, REQUESTS, TOKENS, TTFT
 from pdproxy.observe.snapshot import Snapshot
-from pdproxy.scheduling.decisions import KeptDecisions, page_of
+from pdproxy.scheduling.decisions import KeptDecisions
 from pdproxy.serving.dispatch.following import CONTINUATIONS
 from pdproxy.serving.kv.custodian import HANDLES_ENDED, KV_BYTES, KV_HANDLES, KV_STUCK
 from pdproxy.web.admin.api import AdminApi
+from pdproxy.web.admin.decided import DecisionList, decisions_of
 from pdproxy.web.admin.shapes import EngineList
 from pdproxy.web.operation import Readiness
 
@@ -124,7 +125,7 @@ class LiveSnapshot(msgspec.Struct):
     ended_count: int
     judged: list[Judged]
     goals: Goals
-    decisions: msgspec.Raw
+    decisions: DecisionList
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +177,7 @@ class LiveSource:
             ended_count=len(ended),
             judged=[judged for one in ended if (judged := _judged(one)) is not None],
             goals=self.goals(),
-            decisions=msgspec.Raw(page_of(last)),
+            decisions=decisions_of(last, requests, listed.silent_workers),
         )
 
 

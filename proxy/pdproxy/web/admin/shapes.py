@@ -14,10 +14,13 @@ from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.listen import LogLevel
 from pdproxy.settings.section import Section
 
-_SILENT = (
-    "of several workers, the numbers of those that have not answered in time: what they have is "
-    "missing here"
-)
+Silent = Annotated[
+    list[int],
+    Meta(
+        description="of several workers, the numbers of those that have not answered in time: what "
+        "they have is missing here"
+    ),
+]
 DrainSeconds = Annotated[float, Meta(ge=0, le=604_800)]
 
 
@@ -82,7 +85,7 @@ class EngineList(msgspec.Struct, frozen=True):
     """
 
     engines: list[EngineEntry]
-    silent_workers: Annotated[list[int], Meta(description=_SILENT)] = []
+    silent_workers: Silent = []
     prompts: list[PoolPrompts] = []
     scaling: Annotated[
         list[str],
@@ -96,4 +99,4 @@ class RequestList(msgspec.Struct, frozen=True):
     """
 
     requests: list[RecentRequest]
-    silent_workers: Annotated[list[int], Meta(description=_SILENT)] = []
+    silent_workers: Silent = []

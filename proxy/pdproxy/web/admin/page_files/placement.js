@@ -54,10 +54,12 @@ function showDecisions({ placement, decisions }) {
       say(choice, one.choice);
       set(row, "data-level", one.choice === "refused" ? "bad" : null);
       say(engines, one.engines.map(short).join(" → ") || UNKNOWN);
-      const values = Object.entries(one.values ?? {}).filter(([, value]) => value !== null);
-      say(reason, one.must_be_whole ?? one.reason);
-      say(based, values.map(([name, value]) => `${name} ${Number(value.toPrecision(3))}`).join(", "));
-      set(row, "title", `${one.request_id}: ${based.textContent || "no values"}`);
+      const numbers = (values) => Object.entries(values ?? {}).filter(([, value]) => value !== null)
+        .map(([name, value]) => `${name} ${Number(value.toPrecision(3))}`).join(", ");
+      const other = one.other === null ? "" : `; next best: ${one.other.choice} ${one.other.engines.map(short).join(" → ")}, ${numbers(one.other.values)}`;
+      say(reason, one.must_be_whole ?? (one.term === null ? one.reason : `${one.reason}: ${one.term}`));
+      say(based, numbers(one.values));
+      set(row, "title", `${one.request_id}: ${based.textContent || "no values"}${other}; ${one.outcome?.state ?? "outcome not known"}`);
     },
   );
 }
