@@ -69,9 +69,17 @@ class Thorough(Auto):
             for decode in view.worth_decode():
                 if prefill is not decode and candidates.compatible(prefill.engine, decode.engine):
                     found.append(costs.split(look(prefill), look(decode), tokens, ratio).cost)
+        first = None
+        if prefills and (decodes := view.worth_decode()):
+            prefill, decode = prefills[0], decodes[0]
+            if prefill is not decode and candidates.compatible(prefill.engine, decode.engine):
+                first = costs.split(look(prefill), look(decode), tokens, ratio).cost
         choice, other = super()._least(costs, now, tokens, output, known, view, candidates, share)
         if found:
             assert choice is not None
+            if first is not None and choice.option.cost < first:
+                assert other is not None
+                assert other.option.cost <= first
             if other is not None:
                 self.others += 1
                 assert other.option.cost >= choice.option.cost
