@@ -104,7 +104,7 @@ async def test_each_part_says_whether_its_event_begins_with_a_prompts_first_bloc
     """A report of blocks that are known must not look like blocks that were computed once more,
     whatever its length.
     """
-    index = BlockIndex(4, 10_000)
+    index = BlockIndex(4, 10_000, others_ask=True)
     place = index.add_place()
     failures: list[Exception] = []
     feed = Feed(index, failures.append)

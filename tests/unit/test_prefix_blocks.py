@@ -227,7 +227,7 @@ class World:
     """An index and its model, and four engines with different hashes and sizes of blocks."""
 
     def __init__(self, max_blocks, sizes, *, reports=True):
-        self.index, self.model = BlockIndex(UNIT, max_blocks, reports=reports), Model(reports)
+        self.index, self.model = BlockIndex(UNIT, max_blocks, others_ask=reports), Model(reports)
         self.sizes = sizes
         self.seeds = [1, 1, 2, 3]
         self.numbers = []
@@ -380,12 +380,11 @@ def test_equal_blocks_are_removed_one_by_one(happened, reports):
                 held[block] = (
                     held.get(block, 0) + 1 if start or not reports else max(held.get(block, 0), 1)
                 )
-        elif (
-            reports
-            and what == "reported"
-            and all(held.get(block) for block in hashes[prompt][:end])
-        ):
+        elif what == "reported" and all(held.get(block) for block in hashes[prompt][:end]):
             tokens = tokens_of([prompt if at else 0 for at in range(end)], UNIT)
+            if not reports:
+                (first, *_), *_ = keys.of_ids(tokens, UNIT, keys.root())
+                world.index.asked(place, first)
             world.index.stored(
                 place, hashes[prompt][:end], None, tokens, UNIT, "GPU", 0, None, None, counts=True
             )

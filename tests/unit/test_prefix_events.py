@@ -43,6 +43,12 @@ def tokens(blocks, first=0):
     return list(range(first, first + blocks * UNIT))
 
 
+def first_key():
+    """The first key of what `tokens` returns."""
+    (first, *_), *_ = keys.of_ids(tokens(1), UNIT, keys.root())
+    return first
+
+
 def found(index, ids, lora=None, salt=None):
     matches = index.lookup(keys.of_ids(ids, UNIT, keys.root(lora, salt)))
     return dict(matches.gpu), dict(matches.anywhere)
@@ -239,27 +245,81 @@ def test_equal_blocks_of_one_engine(index, engine):
 
 
 def test_equal_beginnings_of_one_engine():
-    """Where nobody asks for reports, each of them is known."""
-    index = BlockIndex(UNIT, 1000, reports=False)
+    """Loaded from other engines at the same time: each is known, and what follows the one that is
+    left.
+    """
+    index = BlockIndex(UNIT, 1000)
     engine = Engine(index)
     engine.stored([1, 2], tokens(2))
     engine.stored([1, 2, 3], tokens(3))
     engine.removed([1, 2])
     assert found(index, tokens(3))[0] == {engine.place: 3}
+    engine.stored([4], tokens(1, 48), parent=3)
+    engine.stored([5], [*range(500, 516)], parent=2)
+    assert index.counters.unknown_parent == 0
+    assert found(index, tokens(4))[0] == {engine.place: 4}
     engine.removed([1])
     assert found(index, tokens(3))[0] == {}
 
 
-def test_blocks_that_are_reported_once_more_are_no_copies(index, engine):
+@pytest.mark.parametrize("others_ask", [False, True])
+def test_blocks_that_are_reported_once_more_are_no_copies(others_ask):
     """`kv_cache_report_mode: full` tells of the blocks that a request reuses, also of those that
-    weren't known.
+    weren't known. Who has asked is known, unless other proxies ask, too.
     """
+    index = BlockIndex(UNIT, 1000, others_ask=others_ask)
+    engine = Engine(index)
     engine.stored([1, 2, 3], tokens(3))
-    engine.stored([1, 2], tokens(2))
-    engine.stored([1, 2, 3, 4], tokens(4))
+    for blocks in (2, 4):
+        if not others_ask:
+            index.asked(engine.place, first_key())
+        engine.stored([*range(1, blocks + 1)], tokens(blocks))
     engine.removed([2])
     assert found(index, tokens(3))[0] == {engine.place: 1}
     assert index.counters.repeated == 5
+
+
+def test_only_the_report_that_was_asked_for_is_one(index, engine):
+    """Of that prompt, of that engine, and once; also where it comes in parts, or tells only what
+    nobody knew.
+    """
+    other = Engine(index)
+    for one in (engine, other):
+        one.stored([9], tokens(1, 5000))
+    index.asked(engine.place, first_key())
+    for place in (engine.place, other.place, 12345):
+        index.asked(place, None)
+    index.asked(12345, first_key())
+    for one in (engine, other):
+        one.stored([1, 2], tokens(2))  # what nobody knew
+        one.stored([1, 2], tokens(2))
+        one.removed([1])
+        assert found(index, tokens(2))[0][one.place] == 2
+    index.asked(engine.place, first_key())
+    engine.stored([3, 4], tokens(2, 1000))
+    engine.stored([3, 4], tokens(2, 1000))  # another prompt's
+    engine.removed([3])
+    assert found(index, tokens(2, 1000))[0] == {engine.place: 2}
+    for at, parent in ((0, None), (1, 1)):
+        index.stored(
+            engine.place,
+            [at + 1],
+            parent,
+            tokens(1, at * UNIT),
+            UNIT,
+            "GPU",
+            0,
+            None,
+            None,
+            counts=True,
+            from_start=True,
+        )
+    engine.removed([1, 2])
+    engine.removed([2])
+    assert found(index, tokens(2))[0] == {other.place: 2}
+    for number in range(100):
+        index.asked(engine.place, number)
+    assert len(index._places[engine.place].asked) == 16
 
 
 def test_what_an_engine_disproves(index, engine):
@@ -277,7 +337,8 @@ def test_what_an_engine_disproves(index, engine):
     index.disproved(engine.place, prompt, 180)
     index.disproved(12345, prompt, 0)
     assert found(index, tokens(200))[0] == {engine.place: 70, other.place: 200}
-    engine.stored([*range(100)], tokens(100))  # a report
+    index.asked(engine.place, first_key())
+    engine.stored([*range(100)], tokens(100))  # the report
     assert found(index, tokens(200))[0] == {engine.place: 100, other.place: 200}
     index.disproved(engine.place, prompt, 0)
     assert found(index, tokens(200)) == ({other.place: 200}, {other.place: 200})
@@ -593,6 +654,7 @@ def test_a_hash_keeps_its_first_tokens_until_it_is_removed(index, engine):
     engine.stored([1], tokens(1))
     engine.stored([1], tokens(1, 500))
     assert found(index, tokens(1, 500))[0] == {}
+    engine.removed([1])
     engine.removed([1])
     engine.stored([1], tokens(1, 500))
     assert found(index, tokens(1, 500))[0] == {engine.place: 1}

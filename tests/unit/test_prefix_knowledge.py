@@ -245,10 +245,15 @@ def test_a_request_asks_for_what_was_not_known():
     assert not world.sent(prompt(1), OTHER).refreshes
     asking = world.sent(prompt(1))
     assert asking.refreshes
+    hashes = world.stored(prompt(1))  # the report
     world.knowledge.answered(asking, 96, 100)
     world.later()
     assert not world.sent(prompt(1)).refreshes
     assert world.knowledge.refreshing.asked == 1
+    world.later()
+    assert world.cached(prompt(1))[FED] == 96
+    world.index.removed(world.places[FED, 0], hashes, "GPU", 0)
+    assert FED not in world.cached(prompt(1)), "what was reported once more is no copy"
 
 
 def test_what_the_unit_hides_is_not_asked_for():

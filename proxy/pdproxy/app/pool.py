@@ -125,7 +125,7 @@ class PoolParts:
         sockets: Sockets | None = BoundHere() if own is None else own.sockets
 
         profiles = Profiles(pool.profile)
-        knowledge = build_knowledge(pool)
+        knowledge = build_knowledge(pool, several=settings.replicas.several)
         cached = knowledge.cached if knowledge is not None else None
         ledger = build_ledger(settings, profiles, cached, watch.chance, own)
         tracing = process.tracing

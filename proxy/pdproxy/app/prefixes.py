@@ -88,7 +88,10 @@ PREFIX_EVENT_BLOCKS = counter(
             ("repeated", "known already"),
             (
                 "unknown_parent",
-                "not entered: the block before them is not known, for its message was lost",
+                (
+                    "not entered: the block before them is not known, for its message was lost, "
+                    "or came before anybody listened"
+                ),
             ),
             ("unknown_block", "evicted, or stored without tokens, and not known"),
             ("odd", "not entered: their size does not fit prefixes.unit, or a token id is none"),
@@ -245,15 +248,17 @@ class KnowingPrefixes:
         observers.show(PREFIX_REFRESHES, refreshes)
 
 
-def build_knowledge(pool: Pool) -> Knowledge | None:
-    """Return what knows engines' prefix caches, None if the pool's policies do not ask for it."""
+def build_knowledge(pool: Pool, *, several: bool) -> Knowledge | None:
+    """Return what knows engines' prefix caches, None if the pool's policies do not ask for it.
+    `several`: whether engines have several proxies.
+    """
     own = pool.prefixes
     if not pool.asks_the_index:
         return None
     refreshes = own.refresh and pool.kv_events.enabled
     return Knowledge(
         own.unit,
-        BlockIndex(own.unit, own.max_blocks, reports=refreshes),
+        BlockIndex(own.unit, own.max_blocks, others_ask=refreshes and several),
         RoutedIndex(own.engine_blocks, own.max_blocks),
         SpeculativeIndex(own.ttl, SPECULATIVE_KEYS),
         Refreshing(on=refreshes),

@@ -29,6 +29,8 @@ from pdproxy.scheduling.prefix.reading import GPU, BlockEntries, BlockHash, OddE
 
 _AT_ONCE = 64
 """Entries that are removed in one go where nothing forces it: some ten microseconds."""
+_MAX_ASKED = 16
+"""Requests of one place that asked for a report which has not come."""
 _WAITING = 64
 """Places' former contents that may wait to be removed."""
 
@@ -40,17 +42,21 @@ class BlockIndex:
     as several. With parts a unit counts as held while the block is that ends it. Blocks of an
     unknown place are ignored: events may be late.
 
-    `reports`: requests with `kv_cache_report_mode: full` make engines report blocks that they
-    reuse, from a prompt's first one on. Such an event looks like one about equal blocks that were
-    computed once more. Taken for those, the blocks would stay for ever, so all that starts at a
-    prompt's first block is taken for a report: the first removal of one of two equal blocks counts
-    for both then. Without reports each of them is counted.
+    Engines have equal blocks several times: those that were loaded from other engines at the same
+    time. Each is stored and removed by itself. A request with `kv_cache_report_mode: full` makes
+    its engine report the blocks that it reuses, from the prompt's first one on, by an event that
+    looks like one about more equal blocks. Taken for those, the blocks would stay for ever. So
+    `asked` has to be called before such a request is sent.
+
+    `others_ask`: other proxies ask, too, whose requests are not known here. Then all that starts at
+    a prompt's first block is taken for a report: the first removal of one of several equal blocks
+    counts for all.
     """
 
-    def __init__(self, unit: int, max_blocks: int, *, reports: bool = True) -> None:
+    def __init__(self, unit: int, max_blocks: int, *, others_ask: bool = False) -> None:
         self.unit = unit
         self.max_blocks = max_blocks
-        self._reports = reports
+        self._others_ask = others_ask
         self.counters = Counters()
         """Read only."""
         self._numbers = itertools.count()
@@ -92,6 +98,16 @@ class BlockIndex:
         """Note that a place holds nothing any more (AllBlocksCleared)."""
         if one := self._places.get(place):
             self._empty(place, one)
+
+    def asked(self, place: int, key: int | None) -> None:
+        """Note that a request is sent which asks a place to report what it reuses. `key`: the first
+        one of its prompt, None if that has none.
+        """
+        one = self._places.get(place)
+        if one is not None and key is not None:
+            one.asked[key] = None
+            if len(one.asked) > _MAX_ASKED:
+                del one.asked[next(iter(one.asked))]
 
     def blocks(self, place: int) -> int:
         """Return how many blocks are known of a place, in all its memories."""
@@ -154,7 +170,8 @@ class BlockIndex:
             self.counters.not_counted += count
             return
         hashes = reading.folded(block_hashes)
-        may_be_report = self._reports and medium == GPU and (from_start or parent is None)
+        if parent is None:
+            one.reports = self._others_ask
         begin = None
         if token_ids and block_size > 0:
             if parent is None:
@@ -163,16 +180,10 @@ class BlockIndex:
                 begin = found[1]
         # A block that is known has its keys. Events about other memories may lack tokens, adapters
         # and extra keys.
-        if medium != GPU and (entries := known_of(one, hashes)) and len(entries.hashes) == count:
-            self._enter(one, medium, entries, may_be_report=may_be_report)
-        elif begin is None:
-            entries = known_of(one, hashes)
-            if token_ids:
-                self.counters.unknown_parent += count - len(entries.hashes)
-            else:
-                self.counters.unknown_block += count - len(entries.hashes)
-            self._enter(one, medium, entries, may_be_report=may_be_report)
-        else:
+        known = medium != GPU or begin is None
+        entries = known_of(one, hashes) if known else BlockEntries([], [], {})
+        missing = count - len(entries.hashes)
+        if begin is not None and missing:
             try:
                 entries = reading.read(
                     begin,
@@ -187,7 +198,14 @@ class BlockIndex:
             except OddEventError:
                 self.counters.odd += count
                 return
-            self._enter(one, medium, entries, may_be_report=may_be_report)
+            if parent is None and one.asked and (keys := all_keys(entries.values)):
+                one.reports |= one.has_come(keys[0])
+        elif token_ids:
+            self.counters.unknown_parent += missing
+        else:
+            self.counters.unknown_block += missing
+        starts = from_start or parent is None
+        self._enter(one, medium, entries, is_report=starts and medium == GPU and one.reports)
 
     def removed(
         self, place: int, block_hashes: Sequence[BlockHash], medium: str, group: int
@@ -320,6 +338,8 @@ class BlockIndex:
         else:
             keys = chain(key, data, self._unit_bytes)
             known.update(zip(hashes, keys, strict=True))
+        if parent is None:
+            one.reports = self._others_ask or one.has_come(keys[0])
         self._gpu.add(keys, one.bit)
         held.size += count
         self._size += count
@@ -327,9 +347,9 @@ class BlockIndex:
         return True
 
     def _enter(
-        self, one: IndexPlace, medium: str, entries: BlockEntries, *, may_be_report: bool
+        self, one: IndexPlace, medium: str, entries: BlockEntries, *, is_report: bool
     ) -> None:
-        """Enter blocks. `may_be_report`: those that are known may merely be reported once more."""
+        """Enter blocks. `is_report`: those that are known are merely reported once more."""
         if self._size + sizes_of(entries.values) > self.max_blocks:
             entries = self._fitting(one, medium, entries)
         if not entries.hashes:
@@ -358,7 +378,7 @@ class BlockIndex:
             values = first_values
             # Engines don't join equal blocks that they computed at the same time: each is stored
             # and removed by itself.
-            if not may_be_report:
+            if not is_report:
                 for block in again:
                     held.copies[block] = held.copies.get(block, 0) + 1
             self.counters.repeated += len(again)

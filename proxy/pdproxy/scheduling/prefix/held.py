@@ -66,7 +66,7 @@ class Held:
 class IndexPlace:
     """One place of the index, with its present bit."""
 
-    __slots__ = ("bit", "group", "held")
+    __slots__ = ("asked", "bit", "group", "held", "reports")
 
     def __init__(self, bit: int) -> None:
         self.bit = bit
@@ -75,6 +75,17 @@ class IndexPlace:
         the same tokens.
         """
         self.held: dict[str, Held] = {}
+        self.asked: dict[int, None] = {}
+        """The first keys of prompts whose requests ask for a report that has not come."""
+        self.reports = False
+        """Whether the last event that began with a prompt's first block is such a report."""
+
+    def has_come(self, key: int) -> bool:
+        """Return whether a report was to come of a prompt with this first key. Now it has come."""
+        if key not in self.asked:
+            return False
+        del self.asked[key]
+        return True
 
     def blocks(self) -> int:
         """Return how many blocks it holds, in all its memories."""

@@ -245,6 +245,8 @@ class Knowledge:
         prediction = Prediction(url, tokens, basis, beginning, scored)
         if fed and scored:
             prediction.refreshes = self.refreshing.due(url, beginning.keys, now)
+            if prediction.refreshes:
+                self.blocks.asked(self._fed[url][0], self._key_behind(beginning, 0))
         if beginning.is_begun:
             beginning.sent_to.append(url)
         self._note_routed(engine, beginning, url, now, fed=fed)
