@@ -56,6 +56,27 @@ def test_serve_hands_over_settings_and_exit_code(served: list[Settings]) -> None
     ]
 
 
+def test_a_missing_module_is_one_line_with_its_name(
+    served: list[Settings], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where it is pdproxy's own: that is a defect."""
+
+    missing = iter(("zmq.asyncio", "pdproxy.app.none", None))
+
+    def run(_settings: Settings, _source: object) -> int:
+        raise ModuleNotFoundError("a text", name=next(missing))
+
+    monkeypatch.setattr(sys.modules["pdproxy.app.server"], "run", run)
+    assert main(["serve", *PAIR]) == 2
+    assert capsys.readouterr().err == (
+        "pdproxy: the Python module zmq.asyncio is not installed, and pdproxy needs it: install "
+        "pdproxy with its dependencies\n"
+    )
+    for _ in range(2):
+        with pytest.raises(ModuleNotFoundError):
+            main(["serve", *PAIR])
+
+
 def test_serve_takes_engines_in_every_order(served: list[Settings]) -> None:
     """--prefill and --decode can be repeated and take several URLs."""
     line = (

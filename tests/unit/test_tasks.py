@@ -180,6 +180,20 @@ async def test_one_deadline_that_fails_leaves_all_others() -> None:
     assert len(failed) == 3
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("lightkube.core", "ModuleNotFoundError (lightkube.core) at no frame"),
+        ("a prompt", "ModuleNotFoundError at no frame"),
+        ("a" * 101, "ModuleNotFoundError at no frame"),
+        (None, "ModuleNotFoundError at no frame"),
+    ],
+)
+def test_frames_name_the_module_that_is_missing(name: str | None, shown: str) -> None:
+    """And nothing that is no such name."""
+    assert frames(ModuleNotFoundError("a secret", name=name)) == shown
+
+
 def test_frames_are_bounded() -> None:
     """A recursion without an end has a thousand frames, and errors may have many causes."""
 

@@ -18,6 +18,7 @@ from pdproxy.cli.parser import USAGE_ERROR
 from pdproxy.kit.plugins import PluginError
 from pdproxy.settings.errors import SettingsError
 
+_OWN = ("pdproxy", "pdproxy_lab", "pdproxy_operator")
 _UNWRITABLE = frozenset({errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 """Errors of a write to an open file. Commands report those of files that they open themselves."""
 
@@ -38,6 +39,20 @@ def _run(given: Sequence[str]) -> int:
         with contextlib.suppress(OSError):  # standard error is closed
             parser_for(given).print_help(sys.stderr)
         return USAGE_ERROR
+    try:
+        return _called(given)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in _OWN:
+            raise  # a defect
+        with contextlib.suppress(OSError):  # standard error is closed
+            sys.stderr.write(
+                f"pdproxy: the Python module {error.name} is not installed, and pdproxy needs it: "
+                f"install pdproxy with its dependencies\n"
+            )
+        return USAGE_ERROR
+
+
+def _called(given: Sequence[str]) -> int:
     try:
         arguments = parser_for(given).parse_args(given)
     except SystemExit as stop:  # --help, --version, or arguments that don't parse

@@ -1,4 +1,6 @@
-"""A traceback without the exception's message, which may quote a prompt or a key."""
+"""A traceback without the exception's message, which may quote a prompt or a key. Of a module that
+can't be imported its name is shown.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ import traceback
 FIRST_FRAMES, LAST_FRAMES = 3, 12
 """Frames of a traceback that are shown. An endless recursion has a thousand."""
 MAX_CAUSES = 5
+MAX_NAME = 100
+"""Characters of a module's name that is shown."""
 
 
 def frames(error: BaseException) -> str:
@@ -27,9 +31,16 @@ def frames(error: BaseException) -> str:
         if len(steps) > FIRST_FRAMES + LAST_FRAMES:
             left_out = len(steps) - FIRST_FRAMES - LAST_FRAMES
             steps = [*steps[:FIRST_FRAMES], f"({left_out} frames)", *steps[-LAST_FRAMES:]]
-        parts.append(f"{type(one).__qualname__} at {' > '.join(steps) or 'no frame'}")
+        parts.append(f"{_kind(one)} at {' > '.join(steps) or 'no frame'}")
         one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
     return ", from ".join(parts)
+
+
+def _kind(error: BaseException) -> str:
+    kind, name = type(error).__qualname__, error.name if isinstance(error, ImportError) else None
+    if name is None or len(name) > MAX_NAME or not all(map(str.isidentifier, name.split("."))):
+        return kind
+    return f"{kind} ({name})"
 
 
 def drop_traceback(error: BaseException) -> None:
