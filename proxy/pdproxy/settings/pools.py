@@ -244,16 +244,16 @@ class Pool(Section, frozen=True):
         Tokenize,
         Option(
             "when the proxy makes the token ids of prompts: off; auto: where the connector needs "
-            "them; always: also to save "
-            "engines this work",
+            "them, or prefixes or turns use them; always: also to save engines this work",
             "WHEN",
             "--tokenize",
         ),
     ] = "auto"
     """Whether the proxy turns prompts into token ids (--tokenize): off, auto (only if the connector
-    needs ids), or always, which saves the prefill engine the same work (not with shared and
-    lmcache-mp, whose engines take no ids). The ids are compared with each engine's when it starts;
-    a difference switches this off, and the log, /ready and pdproxy_tokenize_agrees report it.
+    needs ids, or turns use them, or a policy or placement that asks for prefixes: prefix, auto), or
+    always, which saves the prefill engine the same work (not with shared and lmcache-mp, whose
+    engines take no ids). The ids are compared with each engine's when it starts; a difference
+    switches this off, and the log, /ready and pdproxy_tokenize_agrees report it.
     """
 
     tokenizer: Annotated[
