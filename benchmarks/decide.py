@@ -6,10 +6,11 @@ Usage: decide.py [--results FILE] [--trace FILE] [--cells "4 4000/128 A" ...] [-
                  [--plot FILE]
 
 A cell is a number of engines (4, 16), a load and an SLO. Loads: prompts of 4,000 tokens with
-answers of 128, prompts of 1,000 with answers of 500, both in turn (`alternate`), and with --trace
-the trace's requests of at most 16,000 tokens. SLOs: A is TTFT 500 ms and TPOT 15 ms, B is TPOT 8 ms
-instead, C is TTFT 2 s and TPOT 30 ms, for 90 % of the requests each; G is TTFT 2 s and no gap over
-50 ms, for 95 %.
+answers of 128, prompts of 1,000 with answers of 500, both in turn (`alternate`), the former with
+steps of the rate (`steps`), half chats and half documents (`mix`), and with --trace the trace's
+requests of at most 16,000 tokens. SLOs: A is TTFT 500 ms and TPOT 15 ms, B is TPOT 8 ms instead, C
+is TTFT 2 s and TPOT 30 ms, for 90 % of the requests each; G is TTFT 2 s and no gap over 50 ms, for
+95 %. Of `mix` they are D and E: A and B with a TTFT of 1 s.
 
 Static are: plain engines with each chunk size, prefill and decode engines in each ratio, and these
 with a rule that serves prompts whole, if the prefill engines are busy or the prompt is short. They
@@ -33,7 +34,7 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -61,14 +62,23 @@ SLOS = {
     "B": ("ttft=500ms,tpot=8ms", 0.9),
     "C": ("ttft=2s,tpot=30ms", 0.9),
     "G": ("ttft=2s,gap=50ms", 0.95),
+    "D": ("ttft=1s,tpot=15ms", 0.9),
+    "E": ("ttft=1s,tpot=8ms", 0.9),
 }
-LOADS = ("4000/128", "1000/500", "alternate", "trace")
+OF_MIX = ("D", "E")
+"""The SLOs of `mix`: a document alone takes half a second."""
+LOADS = ("4000/128", "1000/500", "alternate", "steps", "trace")
 LONGEST = 16_000
 PHASES = ((4000, 128, 1.0), (1000, 500, 0.5))
 """Of `alternate`: tokens of prompt and answer, and the relative time between two requests."""
 PHASE_REQUESTS = (75, 150)
 """Per engine: phases of 10 to 20 s, whatever the number of engines."""
 CYCLES = 2
+STEPS = ((4000, 128, 3.0), (4000, 128, 1.0))
+STEP_REQUESTS = (40, 120)
+"""The same of `steps`: half and one and a half times the mean rate, for as many seconds each."""
+CHATS, DOCUMENTS, MIX_OUTPUT = (300, 700), (10_000, 16_000), 200
+"""Of `mix`: tokens of prompts, of the shortest and the longest, and of answers."""
 BUSY = (1, 2, 4)
 SHORT = (2000, 8000)
 RATIOS = {4: (1, 2, 3), 16: (2, 4, 6, 7, 8, 9, 10, 12)}
@@ -83,6 +93,8 @@ class Alternating(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     engines: int
+    phases: Sequence[tuple[int, int, float]] = PHASES
+    counts: Sequence[int] = PHASE_REQUESTS
     random = True
 
     def calls(self, rate: float, requests: int, seed: int) -> Iterator[Call]:
@@ -92,7 +104,7 @@ class Alternating(msgspec.Struct, frozen=True, kw_only=True):
         chance = random.Random(f"{seed}:alternate")
         cycle = [
             kind
-            for kind, count in zip(PHASES, PHASE_REQUESTS, strict=True)
+            for kind, count in zip(self.phases, self.counts, strict=True)
             for _ in range(count * self.engines)
         ]
         mean = sum(gap for _, _, gap in cycle) / len(cycle)
@@ -102,6 +114,20 @@ class Alternating(msgspec.Struct, frozen=True, kw_only=True):
         ):
             now += chance.expovariate(1.0) * gap / mean / rate
             yield Call(number, now, prompt, output)
+
+
+class Mix(msgspec.Struct, frozen=True, kw_only=True):
+    """Half chats and half documents, by chance. Poisson."""
+
+    random = True
+
+    def calls(self, rate: float, requests: int, seed: int) -> Iterator[Call]:
+        """Return the requests of a seed, in the order in which they are due. `rate`: per second."""
+        chance, now = random.Random(f"{seed}:mix"), 0.0
+        for number in range(requests):
+            now += chance.expovariate(rate)
+            prompt = chance.randint(*(DOCUMENTS if chance.random() < 0.5 else CHATS))
+            yield Call(number, now, prompt, MIX_OUTPUT)
 
 
 def main() -> None:
@@ -126,7 +152,13 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="only print the table")
     arguments = parser.parse_args()
     results = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
-    names = arguments.cells or [f"{n} {one} {slo}" for n in SIZES for one in LOADS for slo in SLOS]
+    others = [slo for slo in SLOS if slo not in OF_MIX]
+    names = arguments.cells or [
+        f"{n} {one} {slo}"
+        for n in SIZES
+        for one in (*LOADS, "mix")
+        for slo in (OF_MIX if one == "mix" else others)
+    ]
     for name in () if arguments.show else names:
         _, what, _ = name.split()
         if what == "trace" and arguments.trace is None:
@@ -150,7 +182,7 @@ def main() -> None:
             print(f"{name:18} held out: {found['held_out']['ratio']:6.3f}", flush=True)
     print(table(results))
     if arguments.plot is not None:
-        plot(results, SIZES, LOADS, tuple(SLOS), arguments.plot)
+        plot(results, SIZES, LOADS, others, arguments.plot)
 
 
 def _write(path: Path, results: dict[str, Any]) -> None:
@@ -187,11 +219,12 @@ class _Cell:
         requests = {
             "trace": TRACE_REQUESTS[self.engines],
             "alternate": CYCLES * sum(PHASE_REQUESTS) * self.engines,
+            "steps": CYCLES * sum(STEP_REQUESTS) * self.engines,
         }.get(what)
         _, long = levels(self.question, self.engines, requests, self.seeds)
         self.one = Level(long.requests, 1, STEP, seed)
         self.all = Level(long.requests, self.seeds, 1, seed)
-        self.varies = what in ("trace", "alternate")
+        self.varies = what in ("trace", "alternate", "mix")
 
     def static(self) -> dict[str, Any]:
         """Search the static arrangements with one seed, run the best ones with all."""
@@ -281,6 +314,10 @@ def _hybrid(*, legs: int | None = None, tokens: int = 0) -> MakePlacement:
 def _demand(what: str, engines: int, arguments: argparse.Namespace) -> Drawn | Traced:
     if what == "alternate":
         return cast("Drawn", Alternating(engines=engines))  # it has what a demand needs
+    if what == "steps":
+        return cast("Drawn", Alternating(engines=engines, phases=STEPS, counts=STEP_REQUESTS))
+    if what == "mix":
+        return cast("Drawn", Mix())
     if what == "trace":
         entries = [
             one

@@ -306,7 +306,7 @@ def test_a_restarted_engine_begins_with_nothing() -> None:
 @given(
     seed=st.integers(0, 2**32),
     count=st.sampled_from((1, 2, 5, 20)),
-    slo=st.sampled_from((B, NO_SLO, Slo(gap=0.05))),
+    slo=st.sampled_from((B, NO_SLO, Slo(gap=0.05, long_prompt=9000, long_weight=2.5))),
 )
 def test_nothing_is_left_of_requests_however_they_end(seed: int, count: int, slo: Slo) -> None:
     chance = random.Random(seed)
@@ -345,4 +345,4 @@ def test_nothing_is_left_of_requests_however_they_end(seed: int, count: int, slo
             0,
             0,
         )
-        assert load.pending_s == 0.0
+        assert load.pending_s == load.weight == 0.0

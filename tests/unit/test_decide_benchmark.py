@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import decide
 import decide_cost
 import decide_table
+import shares
 
 
 def test_the_alternating_load_has_the_same_requests_at_each_rate() -> None:
@@ -29,6 +30,48 @@ def test_the_alternating_load_has_the_same_requests_at_each_rate() -> None:
     first, second = slow[74].due, slow[224].due - slow[74].due
     assert first == pytest.approx(second, rel=0.5)
     assert [one.due for one in load.calls(1.0, 450, 1)] != [one.due for one in slow]
+
+
+def test_the_load_with_steps_has_its_rate_on_average() -> None:
+    load = decide.Alternating(engines=2, phases=decide.STEPS, counts=decide.STEP_REQUESTS)
+    calls = list(load.calls(8.0, 640, 0))
+    assert calls[-1].due == pytest.approx(80.0, rel=0.1)
+    low, high = calls[79].due, calls[319].due - calls[79].due
+    assert low == pytest.approx(high, rel=0.3)
+    assert {(one.prompt, one.output) for one in calls} == {(4000, 128)}
+
+
+def test_half_of_the_mix_are_documents() -> None:
+    calls = list(decide.Mix().calls(4.0, 800, 0))
+    assert calls[-1].due == pytest.approx(200.0, rel=0.1)
+    documents = [one for one in calls if one.prompt >= 10_000]
+    assert len(documents) == pytest.approx(400, rel=0.1)
+    assert all(one.prompt <= 700 for one in calls if one not in documents)
+
+
+def test_shares_of_good_requests_are_shown_by_length(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weight of long prompts moves misses from these to others."""
+    cell = shares.Cell("2 mix E", 2, shares.E, 2048, (4.0,))
+    monkeypatch.setattr(shares, "CELLS", {"mix": (cell,)})
+    monkeypatch.setattr(shares, "CHUNKS", (512,))
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["x", "--seeds", "2", "--first-seed", "0", "--loads", "mix", "--long-weight", "9"],
+    )
+    shares.main()
+    rows = capsys.readouterr().out.splitlines()
+    title, best, auto, weighed, _, last = rows
+    assert title.split()[:5] == ["good", "short", "long", "late", "first"]
+    assert best.startswith("2 mix E, 4 req/s: 1P1D ")
+    assert auto.split("auto/best")[1].split()[0] in last
+    good, short, long, _late, _first = map(float, auto.split()[1:6])
+    assert min(short, long) <= good <= max(short, long)
+    _, weighed_short, weighed_long, *_ = map(float, weighed.split()[3:])
+    assert weighed_long > long
+    assert weighed_short < short
 
 
 def test_a_cell_is_run_once_and_shown(

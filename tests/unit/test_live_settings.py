@@ -225,6 +225,8 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
         (9.5, 9.5),
     ),
     "pools[0].slo.gap": (9.5, lambda p: p.ledger.placement.slo.gap, 9.5),  # type: ignore[union-attr]
+    "pools[0].slo.long_prompt": (9, lambda p: p.ledger.placement.slo.long_prompt, 9),  # type: ignore[union-attr]
+    "pools[0].slo.long_weight": (9.5, lambda p: p.ledger.placement.slo.long_weight, 9.5),  # type: ignore[union-attr]
 }
 
 

@@ -313,6 +313,13 @@ def test_what_only_predictions_use_needs_a_placement(
     )
 
 
+def test_what_a_long_prompt_counts_needs_to_know_what_is_long(wrong: Callable[[str], str]) -> None:
+    assert wrong(f"pools: [{{slo: {{ttft: 0.5, long_weight: 2}}, {NODES}}}]") == (
+        "pools[0].slo.long_weight: has no effect without long_prompt, the tokens from which on a "
+        "prompt is long"
+    )
+
+
 def test_a_policy_by_its_flag() -> None:
     """In place of the file's section."""
     engines = [EngineFlag("prefill", "p:1"), EngineFlag("decode", "d:1")]

@@ -33,7 +33,8 @@ def policies_of(pool: Pool) -> dict[Role, PolicyFactory]:
 
 def slo_of(pool: Pool) -> Slo:
     """Return a pool's objective."""
-    return Slo(pool.slo.ttft, pool.slo.tpot, pool.slo.gap)
+    slo = pool.slo
+    return Slo(slo.ttft, slo.tpot, slo.gap, slo.long_prompt, slo.long_weight)
 
 
 def build_ledger(

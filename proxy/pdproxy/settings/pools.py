@@ -44,6 +44,7 @@ none.
 """
 Tokenize = Literal["off", "auto", "always"]
 Weight = Annotated[float, Meta(ge=0, le=1_000_000)]
+MissWeight = Annotated[float, Meta(ge=0.01, le=100)]
 
 Policy = Annotated[str, names_of(policies.names)]
 PlacementName = Annotated[str, names_of(placements.names)]
@@ -145,6 +146,16 @@ class PoolSlo(Section, frozen=True):
 
     gap: AtOnce[Seconds | None] = None
     """The longest time between two tokens."""
+
+    long_prompt: AtOnce[Count | None] = None
+    """Tokens from which on a prompt is long: a request that misses the objective with such a prompt
+    counts long_weight. null: all prompts count the same.
+    """
+
+    long_weight: AtOnce[MissWeight] = 1.0
+    """As many misses of other requests as one of a long prompt counts. Above 1 fewer long prompts
+    are late, and more of the others; below 1 it is the reverse.
+    """
 
 
 class Pool(Section, frozen=True):
@@ -365,6 +376,10 @@ def check_placing(
         for key in (key for key, given in useless.items() if given):
             text = f"has no effect with placement {SPLIT}, which predicts no times"
             found.add(key, f"{spell_key(key)}: {text}{found.source(key)}")
+    if pool.slo.long_weight != PoolSlo().long_weight and pool.slo.long_prompt is None:
+        key = (*path, "slo", "long_weight")
+        text = "has no effect without long_prompt, the tokens from which on a prompt is long"
+        found.add(key, f"{spell_key(key)}: {text}{found.source(key)}")
     for at, name in enumerate(pool.pair_within or ()):
         key = (*path, "pair_within", at)
         without = [

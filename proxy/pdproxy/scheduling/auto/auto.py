@@ -91,8 +91,8 @@ class Auto(Placement):
         self._cached = options.cached
         self._times_of, self._weights = options.times_of, options.weights
         self._assumed, self._corrects = options.assumed, options.corrects
-        self._costs = {slo: Costs(slo, options.weights)}
-        """By the bounds that requests have."""
+        self._costs = {(slo, 1.0): Costs(slo, options.weights)}
+        """By the bounds that requests have, and by what their misses count."""
         self._engines: Sequence[LedgerEngine] = ()
         self._loads: dict[str, PredictedLoad] = {}
         self._legs: dict[Lease, tuple[PredictedLoad, PredictedLeg]] = {}
@@ -170,7 +170,7 @@ class Auto(Placement):
         if view.version != group.kept.changes:
             view.sort_roles(group.kept.changes)
         output = self.outputs.expected(tokens, ask.limit)
-        costs = self._costs_of(ask)
+        costs = self._costs_of(ask, tokens)
         self._number += 1
         choice, other = self._least(
             costs, now, tokens, output, known, view, candidates, group.kept.share
@@ -304,13 +304,14 @@ class Auto(Placement):
                 break
         return best, other
 
-    def _costs_of(self, ask: Ask) -> Costs:
+    def _costs_of(self, ask: Ask, tokens: int) -> Costs:
         slo = self.slo if ask.slo is None else ask.slo.over(self.slo)
-        found = self._costs.get(slo)
+        asked = slo, 1.0 if slo.long_prompt is None else slo.weight(tokens)
+        found = self._costs.get(asked)
         if found is None:
             if len(self._costs) >= _MAX_SLOS:
                 self._costs.clear()
-            found = self._costs[slo] = Costs(slo, self._weights)
+            found = self._costs[asked] = Costs(slo, self._weights, asked[1])
         return found
 
     def _review(self, now: float, view: EnginesView, group: _Group) -> None:
@@ -411,6 +412,8 @@ class Auto(Placement):
             if role is Role.PREFILL and choice is not None:
                 choice.leg = leg
         answers = role is not Role.PREFILL
+        if self.slo.long_prompt is not None:
+            leg.weight = self.slo.weight(tokens)
         if answers and choice is not None:
             leg.ttft_s, leg.tpot_s = choice.option.ttft_s, choice.option.tpot_s
             self._choice = None

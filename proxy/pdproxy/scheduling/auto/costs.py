@@ -83,7 +83,7 @@ class Look:
     tpot_cost: float
     """Of decoding there."""
     late: float
-    """How likely the first token is late if the request is served whole there."""
+    """Of a first token that may be late, if the request is served whole there."""
     slow: float
     """How likely the tokens after it are slow there. Both together is one miss."""
     distance: float
@@ -111,18 +111,19 @@ class Choice(msgspec.Struct, eq=False):
 
 class Costs:
     """Costs are numbers of requests that miss the SLO; without one, seconds of a request that
-    waits.
+    waits. `weight`: what this request's own miss counts, and its latencies.
     """
 
-    def __init__(self, slo: Slo, weights: Weights) -> None:
+    def __init__(self, slo: Slo, weights: Weights, weight: float = 1.0) -> None:
+        self._miss = weight
         self._ttft, self._tpot, self._gap = slo.ttft, slo.tpot, slo.gap
         limited = bool(slo)
         self._engine_s = weights.engine_s if limited else 1.0
-        self._ttft_s = (
+        self._ttft_s = weight * (
             weights.ttft / slo.ttft if slo.ttft is not None else weights.ttft if limited else 1.0
         )
         self._ttft_width = 1.0 / (weights.ttft_width * slo.ttft) if slo.ttft is not None else 0.0
-        self._tpot_s = weights.tpot / slo.tpot if slo.tpot is not None else 0.0
+        self._tpot_s = weight * weights.tpot / slo.tpot if slo.tpot is not None else 0.0
         self._tpot_width = 1.0 / (weights.tpot_width * slo.tpot) if slo.tpot is not None else 0.0
         self._rise = weights.delay / slo.tpot if slo.tpot is not None else 0.0
         self._kept = weights.kept
@@ -173,7 +174,7 @@ class Costs:
         self.answer(one, now, tokens, output, context)
         first = before_s + seconds
         one.first_s = first + (busy - before_s if busy > before_s else 0.5 * one.step_s)
-        harm, count, limit = 0.0, decoding + load.expected, self._tpot
+        harm, count, limit = 0.0, load.weight, self._tpot
         if limit is not None:
             # The sequences there, as if all had the mean age and the mean length.
             made = load.steps - load.began_steps / decoding + 1.0
@@ -231,9 +232,9 @@ class Costs:
         one.slow = cost = 0.0
         if limit is not None:
             one.slow = slow = chance((tpot - limit) * self._tpot_width)
-            cost = slow + self._tpot_s * tpot
+            cost = slow * self._miss + self._tpot_s * tpot
         if gap is not None and full > gap:
-            cost += load.delay_share(now)
+            cost += load.delay_share(now) * self._miss
         one.tpot_cost = cost
 
     def whole(self, look: Look) -> tuple[float, float, float]:
@@ -245,7 +246,7 @@ class Costs:
         ttft_cost = self._ttft_s * ttft
         look.late = 0.0
         if self._ttft is not None:
-            look.late = late = chance((ttft - self._ttft) * self._ttft_width)
+            look.late = late = chance((ttft - self._ttft) * self._ttft_width) * self._miss
             ttft_cost += late
         cost = look.cost + ttft_cost
         return (cost + self._kept if load.kept else cost), ttft, ttft_cost
@@ -268,10 +269,11 @@ class Costs:
         )
         ttft_cost = self._ttft_s * ttft
         if self._ttft is not None:
-            ttft_cost += chance((ttft - self._ttft) * self._ttft_width) * (1.0 - decode.slow)
+            late = chance((ttft - self._ttft) * self._ttft_width) * self._miss
+            ttft_cost += late * (1.0 - decode.slow)
         cost = prefill.cost + decode.tpot_cost + self._engine_s * pull + ttft_cost
         if load.decoding:
-            count = load.decoding + load.expected
+            count = load.weight
             if self._tpot is not None:
                 cost += count * (
                     chance(decode.distance + pull * decode.per_s)

@@ -72,6 +72,8 @@ class PredictedLeg(msgspec.Struct, eq=False):
     """With a handoff: when the prefill was done; 0: not yet."""
     decode: PredictedLeg | None = None
     """Of a prefill: the leg that gets its KV, if that has a handoff."""
+    weight: float = 1.0
+    """What its request's miss counts."""
     unseen: bool = False
     """Whether its first token is not seen: its answer comes as a whole. Nothing is learned of
     how long it took.
@@ -116,6 +118,7 @@ class PredictedLoad:
         "times",
         "url",
         "wait_s",
+        "weight",
     )
 
     def __init__(
@@ -151,6 +154,8 @@ class PredictedLoad:
         self.pulls = 0
         """The leases whose first token is to come, and whose KV comes from another engine."""
         self.decoding = 0
+        self.weight = 0.0
+        """What a miss of all that decode or are to begin counts: their number, if all are equal."""
         self.prompts = 0
         """Tokens of their prompts."""
         self.outputs = 0.0
@@ -255,6 +260,7 @@ class PredictedLoad:
             self.pulls += 1
         if answers:
             self.expected += 1
+            self.weight += leg.weight
             self.expected_tokens += leg.tokens
         self._order()
 
@@ -337,6 +343,7 @@ class PredictedLoad:
         """A lease was closed before its first token."""
         self.expected -= 1
         self.expected_tokens -= leg.tokens
+        self.weight -= leg.weight
         if not leg.seconds:
             self.pulls -= 1
         self._order()
@@ -346,6 +353,7 @@ class PredictedLoad:
         self.advance(now)
         assert leg.began_at is not None
         self.decoding -= 1
+        self.weight -= leg.weight
         self.prompts -= leg.tokens
         self.outputs -= leg.output
         self.began_sum -= leg.began_at

@@ -44,17 +44,19 @@ class Mean:
         "pending_s",
         "pending_steps",
         "pulls",
+        "weight",
     )
 
     def __init__(self, loads: Iterable[PredictedLoad], now: float) -> None:
         engines = requests = decoding = expected = pulls = 0
-        tokens = prompts = outputs = age = made = pending = steps = delay = 0.0
+        tokens = prompts = outputs = age = made = pending = steps = delay = weight = 0.0
         for load in loads:
             engines += 1
             requests += load.engine.known_load[0]
             decoding += load.decoding
             expected += load.expected
             pulls += load.pulls
+            weight += load.weight
             tokens += load.expected_tokens
             prompts += load.prompts
             outputs += load.outputs
@@ -70,6 +72,8 @@ class Mean:
             pulls / requests,
         )
         """The parts of the requests that decode, that are still to begin, and that wait for KV."""
+        self.weight = weight / (decoding + expected) if decoding + expected else 1.0
+        """What a miss of one that decodes or is to begin counts."""
         self.context, self.outputs = prompts / sequences, outputs / sequences
         """Of a sequence that decodes: its prompt, and its expected answer."""
         self.age_s, self.made = age / sequences, made / sequences
@@ -103,6 +107,7 @@ class SeenLoad(PredictedLoad):
         decoding, expected = round(count * mean.decoding), round(count * mean.expected)
         self.decoding, self.expected = own.decoding + decoding, own.expected + expected
         self.pulls = own.pulls + round(count * mean.pulls)
+        self.weight = own.weight + (decoding + expected) * mean.weight
         self.expected_tokens = own.expected_tokens + round(expected * mean.expected_tokens)
         self.prompts = own.prompts + round(decoding * mean.context)
         self.outputs = own.outputs + decoding * mean.outputs

@@ -74,7 +74,8 @@ def read_hints(lines: Sequence[tuple[bytes, bytes]], session_header: str | None)
             nothing.
     """
     found = dict(reversed([*lines]))
-    slo = Slo(*[_seconds(found, name) for name in (SLO_TTFT, SLO_TPOT, SLO_GAP)])
+    ttft, tpot, gap = [_seconds(found, name) for name in (SLO_TTFT, SLO_TPOT, SLO_GAP)]
+    slo = Slo(ttft, tpot, gap)
     return Hints(
         slo=slo or None,
         session=session_of(session_header, found),
