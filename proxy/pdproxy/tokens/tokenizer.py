@@ -35,9 +35,6 @@ from pdproxy.tokens.errors import (
     UnsureError,
     UnusableError,
 )
-from pdproxy.tokens.ids import TokenIds
-=======
-from pdproxy.tokens.errors import RejectedError, UnsureError, UnusableError
 from pdproxy.tokens.ids import BegunIds, TokenIds
 from pdproxy.tokens.segment_cache import SegmentBoundaries, SegmentCache
 from pdproxy.wire.request import Parsed
