@@ -13,7 +13,7 @@ from pdproxy.cli.main import main
 from pdproxy.engine_model.profile import load
 from pdproxy_lab.bench import figure
 from pdproxy_lab.plan.answer import AtRate, PlanAnswer, Sizes, answer
-from pdproxy_lab.plan.arrangement import plain
+from pdproxy_lab.plan.arrangement import any_role, plain
 from pdproxy_lab.plan.capacity import Level
 from pdproxy_lab.plan.plot import plot
 from pdproxy_lab.plan.question import Question
@@ -61,9 +61,17 @@ def test_a_plot_says_the_load_the_values_and_what_is_not_shown() -> None:
         FoundArrangement(plain(2, chunk, "least_load"), place, exact)
         for chunk, place, exact in ((512, 200, True), (1024, 100, False), (2048, None, True))
     )
+    auto = FoundArrangement(any_role(2, 512), 190, True)
     asked = question(LOOSE[1])
     result = Result(
-        gpus=2, best=best, found=(best, other, none), runs=3, level=Level(9, 1, 1), searched=3
+        gpus=2,
+        best=best,
+        static=best,
+        auto=auto,
+        found=(best, auto, other, none),
+        runs=3,
+        level=Level(9, 1, 1),
+        searched=4,
     )
     found = answer(asked, result, 4.0)
     drawn = figure.svg(plot(found), "plan")
@@ -73,6 +81,8 @@ def test_a_plot_says_the_load_the_values_and_what_is_not_shown() -> None:
     assert f">{best.rate / 2:.3g}<" in drawn
     assert f">~{other.rate / 2:.3g}<" in drawn
     assert ">asked for: 4 req/s<" in drawn
+    assert "2 any, 512, auto" in drawn
+    assert "auto / best static = 0.91" in drawn
     assert "not shown: 1 arrangements that keep the SLO at no rate" in drawn
 
 

@@ -8,6 +8,7 @@ from pdproxy_lab.bench import figure as figures
 from pdproxy_lab.bench.workload import Lengths
 from pdproxy_lab.plan.answer import PlanAnswer
 from pdproxy_lab.plan.question import Demand, Traced
+from pdproxy_lab.plan.report import gain_of
 
 _MAX_BARS = 24
 
@@ -61,7 +62,8 @@ def _drawn(found: PlanAnswer) -> Any:
 
 def _notes(found: PlanAnswer, more: int) -> list[str]:
     unable = len(found.result.found) - sum(one.place is not None for one in found.result.found)
-    lines = ["~: from shorter runs, or at most so much"]
+    gain = gain_of(found)
+    lines = ["~: from shorter runs, or at most so much", *([gain] if gain is not None else [])]
     if more:
         lines.append(f"not shown: {more} arrangements with lower rates")
     if unable:

@@ -164,26 +164,36 @@ def _auto(found: PlanAnswer) -> list[str]:
     """Return what engines of role any serve beside the best static arrangement, and why they are
     the answer or not.
     """
-    auto, static, others = found.result.auto, found.result.static, found.result.other_seeds
+    auto, others = found.result.auto, found.result.other_seeds
     if found.result.gpus == 1:
         return []
     if auto is None:
         return ["     Role any with auto keeps the SLO at no rate."]
-    gain = ratio(auto, static)
-    if gain is None:
+    words = gain_of(found)
+    if words is None:
         return _auto_does(found)
-    words = f"auto / best static = {gain:.2f}"
-    if others is not None:
-        again = ratio(others.auto, others.static)
-        seen = "no static arrangement kept the SLO" if again is None else f"{again:.2f}"
-        words += f", and {seen} with {_other_requests(found)}"
     if found.decides:
         return [f"     {words}.", *_auto_does(found)]
     lines = [f"     Role any with auto ({_named(auto)}) serves {_rate(auto.rate)} req/s: {words}."]
-    if gain > 1:
+    if auto.rate > (found.result.static or auto).rate:
         both = "" if others is None else " with both"
         lines.append(f"     It must serve over 2 % more{both}, or the simpler one is the answer.")
     return lines
+
+
+def gain_of(found: PlanAnswer) -> str | None:
+    """Return how much more `auto` serves than the best static arrangement; None: one serves
+    nothing.
+    """
+    others, gain = found.result.other_seeds, ratio(found.result.auto, found.result.static)
+    if gain is None:
+        return None
+    words = f"auto / best static = {gain:.2f}"
+    if others is None:
+        return words
+    again = ratio(others.auto, others.static)
+    seen = "a static arrangement that keeps the SLO at no rate" if again is None else f"{again:.2f}"
+    return f"{words}, and {seen} with {_other_requests(found)}"
 
 
 def _other_requests(found: PlanAnswer) -> str:
@@ -224,8 +234,8 @@ def _table(found: PlanAnswer, best: FoundArrangement) -> list[str]:
     gpus = found.result.gpus
     rows = [("", "chunk", "policy", "req/s", "per GPU", "of the plan")]
     shown = [one for one in found.result.found if one.place is not None][:_MAX_ROWS]
-    if found.other is not None and found.other not in shown:
-        shown[-1] = found.other
+    beside = [one for one in (found.other, found.result.auto) if one and one not in shown]
+    shown = [*shown[: _MAX_ROWS - len(beside)], *beside]
     if best not in shown:
         shown.insert(0, best)
     for one in shown:
