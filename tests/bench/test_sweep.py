@@ -105,6 +105,7 @@ def test_curves_say_up_to_which_rate_a_server_served() -> None:
     assert "90 % of the requests were good (ttft=500ms) up to: split 4 req/s; plain 4 req/s" in text
     assert "prompt tokens cached (%)" in text
     assert "good (prompt tokens cached)" not in text
+    assert text.count("split: not measured: cached_tokens: ") == 1, "it is the same at all rates"
     assert "plain: NOT MEASURED at 8 req/s: far beyond its capacity" in text
     assert "split, 8 req/s, seed 0: 50 x status 503: busy" in text
     assert text.count("needs 100 values") == 0

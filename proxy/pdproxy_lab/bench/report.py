@@ -112,9 +112,10 @@ def _shown(cell: Cell | None, digits: int) -> str:
 def _remarks(records: Sequence[Record], what: Callable[[Record], str], few: bool) -> Iterator[str]:
     for record in records:
         ours = record["pdproxy"]
-        name = where = f"{ours.get('name')}{what(record)}"
+        name = str(ours.get("name"))
+        where = f"{name}{what(record)}"
         if ours.get("seed") is not None:
-            where = f"{name}, seed {ours['seed']}"
+            where = f"{where}, seed {ours['seed']}"
         if ours.get("partial"):
             yield f"{where}: PARTIAL: it was stopped, {ours.get('cut')} requests were cut"
         refused = ours.get("not_measured") or {}
@@ -141,7 +142,7 @@ def _remarks(records: Sequence[Record], what: Callable[[Record], str], few: bool
 
 def _missing(name: str, where: str, refused: dict[str, str]) -> Iterator[str]:
     """Yield a line per reason why something was not measured. Too few values, and what a server
-    never reports, are the same in all runs: without the seed.
+    never reports, are the same in all runs: without the run.
     """
     by_reason: dict[str, list[str]] = {}
     for key, reason in refused.items():
