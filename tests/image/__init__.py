@@ -1,0 +1,1 @@
+"""The images of the Dockerfile, built and run, and compose.yaml."""
