@@ -8,15 +8,12 @@ from typing import cast
 from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.app import create_admin_app
 from pdproxy.web.admin.live import Feed
+from tests.release import version
 
 
 def page() -> str:
     """Return the document. The routes do not ask their service for it."""
-    return (
-        json.dumps(
-            create_admin_app(cast("AdminApi", None), cast("Feed", None)).openapi(),
-            indent=2,
-            ensure_ascii=False,
-        )
-        + "\n"
-    )
+    document = create_admin_app(cast("AdminApi", None), cast("Feed", None)).openapi()
+    # of this tree: what is installed may be of an older one
+    document["info"]["version"] = version.current()
+    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
