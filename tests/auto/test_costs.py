@@ -62,8 +62,8 @@ def test_the_miss_of_a_long_prompt_counts_as_many(
     of = ledger(auto(slo, weights=MISSES_ALONE), [Role.AGGREGATED])
     assignment = of.place(ask(1.0, tokens, slo=own), split=False)
     assert assignment is not None
-    assert assignment.values is not None
-    assert assignment.values["cost"] == pytest.approx(misses, abs=1e-3)
+    assert assignment.weighed is not None
+    assert assignment.weighed.chosen.cost == pytest.approx(misses, abs=1e-3)
 
 
 def test_answers_to_long_prompts_are_worth_as_many_as_they_count() -> None:
