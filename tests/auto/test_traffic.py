@@ -42,7 +42,7 @@ def serve(
 @pytest.mark.parametrize(
     ("tokens", "answer", "at_once", "said"),
     [
-        (17_000, 100, 2, "prompts of 24600 tokens (fitted to 100 to 8000)"),
+        (17_000, 100, 2, "prompts of 25000 tokens (fitted to 100 to 8000)"),
         (30, 100, 2, "prompts of 24 tokens"),
         (4000, 900, 2, "answers of "),
         (4000, 100, 40, " sequences at once per engine (fitted to 0 to 8)"),

@@ -62,8 +62,8 @@ class _Run:
         if row.max_num_batched_tokens is not None:
             options["max_num_batched_tokens"] = row.max_num_batched_tokens
         facts = SimFacts(enable_prefix_caching=False, eos_every=0, **options)
-        self._engines = [self.cluster.add(facts), self.cluster.add(facts)]
-        self._requests = [0, 0]
+        self._engines = [self.cluster.add(facts) for _ in range(row.engines)]
+        self._requests = [0] * row.engines
 
     def warm_up(self) -> None:
         """Let the engines know each other, as they do after a run's first request."""
@@ -86,8 +86,10 @@ class _Run:
                 self._split(one)
 
     def _least(self) -> int:
-        self._turn ^= 1
-        return min((self._turn, self._turn ^ 1), key=self._requests.__getitem__)
+        count = len(self._engines)
+        self._turn = (self._turn + 1) % count
+        turns = [(self._turn + number) % count for number in range(count)]
+        return min(turns, key=self._requests.__getitem__)
 
     def _whole(
         self, one: Request, at: int, params: dict[str, Any] | None = None, prompt: Any = None

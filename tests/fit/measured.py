@@ -14,9 +14,9 @@ import msgspec
 from pdproxy.kit.regular_file import UnusableFileError, read_regular
 
 Way = Literal["split", "plain", "hybrid"]
-"""`split`: a prefill and a decode engine. `plain`: two engines, each serves whole requests, least
-load first. `hybrid`: split, unless the prefill engine has two legs; then the decode engine serves
-the request whole.
+"""`split`: a prefill and a decode engine. `plain`: one or two engines, each serves whole requests,
+least load first. `hybrid`: split, unless the prefill engine has two legs; then the decode engine
+serves the request whole.
 """
 COLUMNS = (
     "ttft_p50",
@@ -58,7 +58,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     name: str
     way: Way
     rate: float
-    """Requests per second for both engines together."""
+    """Requests per second for all engines together."""
+    engines: int = 2
     max_num_batched_tokens: int | None = None
     """None: the profile's."""
     cells: dict[str, list[float]]
@@ -75,6 +76,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             raise ValueError(
                 f"max_num_batched_tokens must be 1 to {1 << 20}, got {self.max_num_batched_tokens}"
             )
+        if self.engines not in ((1, 2) if self.way == "plain" else (2,)):
+            raise ValueError(f"engines must be 2, or 1 of way plain, got {self.engines}")
         for column, values in self.cells.items():
             if column not in COLUMNS:
                 raise ValueError(f"cells must be of {', '.join(COLUMNS)}, got {column}")

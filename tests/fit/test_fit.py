@@ -78,6 +78,10 @@ def written(path: Path, **changes: Any) -> Path:
         ({"load": {**msgspec.structs.asdict(LOAD), "prompt_tokens": 10**9}}, "prompt_tokens"),
         ({"rows": [{"name": "a", "way": "both", "rate": 4, "cells": {}}]}, "way"),
         ({"rows": [{"name": "a", "way": "plain", "rate": 0, "cells": {}}]}, "rate"),
+        (
+            {"rows": [{"name": "a", "way": "split", "engines": 1, "rate": 4, "cells": {}}]},
+            "engines",
+        ),
         ({"rows": [{"name": "a", "way": "plain", "rate": 1e9, "cells": {}}]}, "rate"),
         ({"rows": [{"name": "a", "way": "plain", "rate": 4, "cells": {"p50": [1]}}]}, "p50"),
         ({"rows": [{"name": "a", "way": "plain", "rate": 4, "cells": {"itl_p50": []}}]}, "itl_p50"),
@@ -269,3 +273,14 @@ def test_the_shipped_profile_fits_what_was_measured():
     assert sum(cell.fits for cell in found) >= 24  # of 42
     assert all(cell.fits for cell in found if cell.column == "throughput")
     assert TOLERANCE == 0.15
+
+
+def test_one_engine_serves_all_that_two_would_share():
+    measured = read(MEASURED.with_name("h200-8b-measured-1000-500.json"))
+    one = measured.rows[0]
+    assert one.engines == 1
+    light = msgspec.structs.replace(one, rate=2.0)
+    both = msgspec.structs.replace(light, engines=2)
+    short = msgspec.structs.replace(measured.load, seconds=10.0, output_tokens=100)
+    alone, shared = (cells(*served(row, short, H200, 0), short) for row in (light, both))
+    assert alone["tpot_p50"] > 1.02 * shared["tpot_p50"]

@@ -77,7 +77,7 @@ def test_a_bound_by_hand() -> None:
     work = work_of(question("ttft=1s"))
     tokens = 4000 / 47619 + 0.97e-9 * 4000 * 2000 + 0.0033
     assert work.prefill_s(8192) == pytest.approx(tokens + 0.0021 * 4000 / 8192)
-    assert work.decode_s == pytest.approx(127 * (27e-6 + 33.6e-9 * 4064))
+    assert work.decode_s == pytest.approx(127 * (7e-6 + 34.5e-9 * 4064))
     assert bound(split(1, 7, 8192, 512, "least_load"), work) == pytest.approx(
         1 / work.prefill_s(8192)
     )
@@ -85,7 +85,7 @@ def test_a_bound_by_hand() -> None:
         2 / (work.prefill_s(512) + work.decode_s)
     )
     line = 0.0035 + 4000 * 131072 / 43.984e9
-    decode = max(work.decode_s + 4000 * 4e-6, line)
+    decode = max(work.decode_s + 4000 * 4.8e-6, line)
     assert bound(split(7, 1, 8192, 512, "least_load"), work) == pytest.approx(1 / decode)
 
 

@@ -36,11 +36,11 @@ def test_a_shipped_profile_is_an_engine_and_says_what_it_was_measured_on(name):
 
 def test_the_h200_has_the_numbers_that_were_measured():
     hardware = load("h200-8b").hardware
-    assert hardware.step_s(0, 1) == pytest.approx(0.0043 + 27e-6)
+    assert hardware.step_s(0, 1) == pytest.approx(0.00438 + 7e-6)
     assert hardware.step_s(4000, 0, 0, 8e6) == pytest.approx(
         0.0021 + 0.084 + 0.97e-9 * 8e6, rel=1e-4
     )
-    expected = 0.0043 + 270e-6 + 33.6e-9 * 41_000 + 0.0369
+    expected = 0.00438 + 70e-6 + 34.5e-9 * 41_000 + 0.0384
     assert hardware.step_s(0, 10, 41_000, 0, 2, 0, 8000) == pytest.approx(expected)
     assert hardware.transfer_s(4000) == pytest.approx(0.0035 + 2.98e-6 * 4000, rel=1e-4)
     assert 0.09 < hardware.step_s(4000, 0, 0, 8e6) < 0.1  # 4,000 tokens in 90 to 100 ms

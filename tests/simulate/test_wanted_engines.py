@@ -63,7 +63,7 @@ def tpot(cluster: Cluster) -> float:
     return found.mean
 
 
-@pytest.mark.parametrize("load", [(22.0, 1000, 400), (12.0, 4000, 300)])
+@pytest.mark.parametrize("load", [(24.0, 1000, 400), (12.0, 4000, 300)])
 def test_as_many_engines_as_are_needed(load: tuple[float, int, int]) -> None:
     many = Looked(Fleet(prefill=4, decode=6))
     many.run(calls(*load))

@@ -145,7 +145,7 @@ _SAID = {
 
 
 def _said(one: Range) -> str:
-    low, high = (str(round(float(f"{end:.3g}"))) for end in one)
+    low, high = (str(round(end if end == int(end) else float(f"{end:.2g}"))) for end in one)
     return low if low == high else f"{low} to {high}"
 
 
@@ -176,12 +176,20 @@ def extrapolated(fitted: FittedRanges | None, asked: Ranges) -> Extrapolated | N
     if not outside:
         return None
     off: dict[str, float] = {}
+    measured = dict(known)
     for one in fitted.compared:
         there = dict(one.where.each())
-        if all(_within(thing.asked, there.get(thing.name, (0, 0))) for thing in outside):
+        if all(_meet(thing.asked, there.get(thing.name)) for thing in outside):
+            measured = dict(Ranges(**measured).with_(one.where).each())
             for name, value in one.off.items():
                 off[name] = max(off.get(name, 0.0), value, key=abs)
+    if not all(_within(thing.asked, measured[thing.name]) for thing in outside):
+        off = {}  # some of it was compared with nothing
     return Extrapolated(outside=outside, off=off)
+
+
+def _meet(one: Range, other: Range | None) -> bool:
+    return other is not None and one[0] <= other[1] * _NEAR and one[1] * _NEAR >= other[0]
 
 
 def _within(one: Range, other: Range) -> bool:
