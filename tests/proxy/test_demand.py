@@ -93,8 +93,8 @@ async def test_two_workers_show_what_one_process_does(monkeypatch: pytest.Monkey
     assert first == {}  # too little time has passed
     # per second, a fifth of a prompt of 7.6 ms
     assert last["prefill"] == pytest.approx(0.2 * 0.0076 / BUSY, rel=0.05)
-    # 50 tokens with 35 us each and a pull of 2.3 ms, in 70 % of what 4.3 of 4.5 ms leave
-    assert last["decode"] == pytest.approx(0.2 * 0.0040 / (1 - 4.3 / 4.44), rel=0.05)
+    # 50 tokens with 15 us each and a pull of 1 ms, in 70 % of what 4.38 of 4.5 ms leave
+    assert last["decode"] == pytest.approx(0.2 * 0.0017 / (1 - 4.38 / 4.464), rel=0.05)
     assert later == {"prefill": 0.0, "decode": 0.0}
 
 
