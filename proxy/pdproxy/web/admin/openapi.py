@@ -12,6 +12,7 @@ import msgspec
 from fastapi import FastAPI
 
 from pdproxy.fleet.entries import EngineEntry
+from pdproxy.web.admin.decided import DecisionList
 from pdproxy.web.admin.shapes import (
     DrainOrder,
     EngineChanged,
@@ -32,6 +33,7 @@ _STRUCTS = (
     EngineChanged,
     LevelShown,
     RequestList,
+    DecisionList,
 )
 _TEXT = {"type": "string"}
 _ERROR = {
