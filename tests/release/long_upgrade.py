@@ -1,5 +1,5 @@
 """Two versions of pdproxy in front of the same engines: the newer one takes over under load, an
-engine ends by the handles of both, and the older one takes over again. Nothing fails.
+engine ends by the handles of both, and the older one takes over again; nothing fails.
 """
 
 # PDPROXY_TEST_BEFORE names a git revision of the older version. Else it is the newest release
