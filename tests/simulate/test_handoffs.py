@@ -28,7 +28,7 @@ class LateHandoffs(Cluster):
         self.ratios: dict[int, list[float]] = {tokens: [] for tokens in late}
         """Of splits: the measured TTFT by the predicted one."""
         shapes = dict.fromkeys(Role, Shape(max_num_batched_tokens=4096, kv_tokens=496_000))
-        super().__init__(Fleet(any=4), H200, shapes, {}, auto(bounds_of(B)))
+        super().__init__(Fleet(prefill=2, decode=2), H200, shapes, {}, auto(bounds_of(B)))
         placement = self.ledger.placement
         assert isinstance(placement, Auto)
         self.placement, self._began = placement, placement.began

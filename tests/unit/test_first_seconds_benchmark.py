@@ -16,7 +16,7 @@ import first_seconds
     ("name", "first", "next_"),
     [
         ("start, 4 engines, B, 12 req/s", 0.90, 0.95),
-        ("step, 2 engines, B, 1 to 8 req/s", 0.75, 0.85),
+        ("step, 2 engines, B, 1 to 8 req/s", 0.75, 0.80),
         ("step, 8 engines, B, 8 to 30 req/s", 0.80, 0.95),
     ],
 )
