@@ -55,6 +55,8 @@ from tests.chaos.oracle import Body, bodies
 
 LEAVES = 0.1
 """The share of requests whose client leaves."""
+CUT = 2.0
+"""Seconds behind the end of a worker in which a connection that breaks off was that worker's."""
 PATIENCE = 180.0
 """Seconds that a client waits for its answer."""
 QUIET = 20.0
@@ -163,11 +165,11 @@ async def client(
             answer = await ask(at.proxy, body, f"soak-{number}-{count}", leaves, key)
             how = end_of(answer, body.right)
         except (OSError, EOFError, TimeoutError, MalformedError) as error:
-            how = (
-                "left"
-                if leaves is not None and isinstance(error, TimeoutError)
-                else f"wrong: {type(error).__name__}"
-            )
+            how = f"wrong: {type(error).__name__}"
+            if leaves is not None and isinstance(error, TimeoutError):
+                how = "left"
+            elif time.monotonic() - at.killed_at < CUT:
+                how = "cut with its worker"
         kind, _, text = how.partition(": ")
         tally.ends[kind] += 1
         if kind == "wrong":

@@ -90,8 +90,9 @@ async def workers_killed(at: Stage, end: float, chance: random.Random, done: Cou
         await asyncio.sleep(chance.uniform(*KILLS))
         if len(workers := at.workers()) > 1:
             done["a worker is killed"] += 1
+            at.killed_at = time.monotonic()
             with contextlib.suppress(ProcessLookupError):
-                os.kill(max(workers), signal.SIGKILL)
+                os.kill(workers[-1], signal.SIGKILL)
 
 
 async def real_engines(at: Stage, end: float, chance: random.Random, done: Counter[str]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import math
 import os
 import signal
 from collections.abc import Collection, Iterator
@@ -18,7 +19,7 @@ from typing import Any
 
 import simulated
 from pdproxy.workers.scheduler_process import PROCESS_NAME
-from stage import free_ports
+from stage import free_ports, stat
 from tests.engines.build import ensure
 from tests.engines.engine import Engine
 from tests.engines.launcher import Launcher
@@ -110,8 +111,10 @@ class Stage:
     """How often the settings were written."""
     keys: list[str] = field(default_factory=list)
     """Those that stay valid."""
-
     asked: int = 0
+    """The requests so far."""
+    killed_at: float = -math.inf
+    """When a worker was killed last, in monotonic seconds."""
 
     def next_key(self) -> str | None:
         """Return the key of the next request, None if clients need none: each in turn."""
@@ -124,14 +127,14 @@ class Stage:
         return self.folder / "log"
 
     def workers(self) -> list[int]:
-        """Return the processes that serve clients, beside the oldest one."""
+        """Return the processes that serve clients, the oldest one first."""
         found = []
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
         for pid in map(int, children.split()):
             with contextlib.suppress(OSError):
                 if Path(f"/proc/{pid}/comm").read_text().strip() != PROCESS_NAME:
-                    found.append(pid)
-        return found
+                    found.append((int(stat(pid)[19]), pid))
+        return [pid for _, pid in sorted(found)]
 
     def write(self, without: Collection[int] = ()) -> None:
         """Write the settings and the keys. `without`: the ports of engines that leave."""

@@ -42,7 +42,12 @@ class NotStartedError(Exception):
 # -- the cost of a process tree
 
 
-def _stat(pid: int | str) -> list[str]:
+def stat(pid: int | str) -> list[str]:
+    """Return what the kernel says of a process, behind its name: the state comes first.
+
+    Raises:
+        OSError: it has ended.
+    """
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
 
 
@@ -52,7 +57,7 @@ def tree(pid: int) -> list[int]:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
-                parents.setdefault(int(_stat(entry)[1]), []).append(int(entry))
+                parents.setdefault(int(stat(entry)[1]), []).append(int(entry))
             except OSError:
                 continue
     found = [pid]
@@ -68,7 +73,7 @@ def cpu(pid: int) -> float:
     total = 0.0
     for each in tree(pid):
         try:
-            total += sum(int(ticks) for ticks in _stat(each)[11:15]) / TICK
+            total += sum(int(ticks) for ticks in stat(each)[11:15]) / TICK
         except OSError:
             continue
     return total

@@ -176,8 +176,8 @@ def test_the_report_shows_the_trials_through_the_pair() -> None:
     )
     assert re.search(r"^pull_token_s +4 µs +4 to 4$", report, re.MULTILINE)
     assert re.search(
-        r"^a pull of 256 tokens beside streams +a step and the stalls +8 +6\.38 ms \(6\.38 to "
-        r"6\.38\) +6\.38 ms",
+        r"^a pull of 256 tokens beside streams +a step and the stalls +8 +6\.42 ms \(6\.42 to "
+        r"6\.42\) +6\.42 ms",
         report,
         re.MULTILINE,
     )

@@ -147,7 +147,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--send-slo",
         action="store_true",
         help="tell pdproxy the SLO of each request by headers: that of its class, or else the "
-        "first --slo",
+        "first --slo (default: no)",
     )
     request.add_argument(
         "--api-key",
