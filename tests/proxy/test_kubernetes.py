@@ -312,6 +312,7 @@ def test_what_is_missing_ends_the_command_with_a_line(
 ) -> None:
     """The extra, or a file that says where the API server is."""
     monkeypatch.setenv("KUBECONFIG", "/nowhere")
+    monkeypatch.setenv("PDPROXY_OBSERVE__CORE_DUMPS", "true")  # or this process has none any more
     port = str(free_port())
     decode = f"{URL},role=d"
     serve = ["serve", "--port", port, "--workers", str(workers), "--prefill", URL]
