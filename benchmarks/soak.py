@@ -82,8 +82,8 @@ LEFT = {"files": 4.0, "tasks": 2.0}
 SAMPLES = 10
 """So many samples are judged at least."""
 _NOT_COUNTED = ("#", "pdproxy_requests_total{")
-"""Lines that are no series, and series of which there is one for each model, route and outcome: with
-many adapters they fill up for hours.
+"""Lines that are no series, and the series of each model, route and outcome: with many adapters
+they come for hours.
 """
 _TASKS = re.compile(r"^pdproxy_tasks (\S+)$", re.MULTILINE)
 
