@@ -67,7 +67,9 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @contextmanager
 def running(tree: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    environment = os.environ | {"PYTHONPATH": str(tree)}
+    # An older version may not know a variable of the tests.
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")}
+    environment = own | {"PYTHONPATH": str(tree)}
     line = [sys.executable, "-m", "pdproxy", *arguments]
     process = subprocess.Popen(line, stdout=subprocess.DEVNULL, cwd="/", env=environment)
     try:
