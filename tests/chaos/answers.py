@@ -110,10 +110,10 @@ def _streamed(body: bytes) -> Told:
     events = body.split(b"\n\n")
     if events.pop():
         raise MalformedError(f"a stream that ends within an event: {body[-80:]!r}")
+    # comments: the stream was silent for a while, perhaps at its beginning
+    events = [one for one in events if not one.startswith(b": ") or b"\n" in one]
     done = False
     for number, event in enumerate(events):
-        if event.startswith(b": ") and b"\n" not in event:
-            continue  # a comment: the stream was silent for a while
         if number == 0 and event.startswith(b"event: "):
             return _named(events)
         if not event.startswith(b"data: "):
@@ -142,8 +142,6 @@ def _named(events: list[bytes]) -> Told:
     found = Told()
     texts, numbers, over = [""], 0, False
     for event in events:
-        if event.startswith(b": ") and b"\n" not in event:
-            continue
         name, _, payload = event.partition(b"\ndata: ")
         data = _json(payload)
         kind = str(data.get("type"))

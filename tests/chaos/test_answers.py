@@ -136,6 +136,7 @@ RIGHT_RESPONSE = Told({0: "one two"}, {0: "incomplete"}, (3, 2, 5))
         (RESPONSES, of_response("one", "end", response=CUT), "right"),
         (RESPONSES, of_response("two", "end", response=CUT), "wrong"),
         (MESSAGES, of_message("one", "two", "delta", "stop"), "right"),
+        (MESSAGES, ": alive\n\n" + of_message("one", "two", "delta", "stop"), "right"),
         (MESSAGES, of_message("one", "error"), "error"),
         (MESSAGES, of_message("one", "two", "delta"), "wrong"),
         (MESSAGES, of_message("one", "delta", "stop"), "wrong"),

@@ -140,6 +140,16 @@ def test_how_a_request_ends(got: Answer, end: str) -> None:
     assert soak.end_of(got, right).partition(":")[0] == end
 
 
+def test_a_response_that_its_engine_gave_up_is_told_apart() -> None:
+    right = Told({0: "one two"}, {0: "incomplete"}, (3, 2, 5))
+    output = [{"type": "message", "content": [{"type": "output_text", "text": "one"}]}]
+    usage = {"input_tokens": 3, "output_tokens": 1, "total_tokens": 4}
+    body = {"object": "response", "status": "completed", "output": output, "usage": usage}
+    assert soak.end_of(answer(body), right) == "half a response"
+    output[0]["content"] = [{"type": "output_text", "text": "two"}]
+    assert soak.end_of(answer(body), right).startswith("wrong")
+
+
 async def test_clients_count_each_request_once() -> None:
     """Those that leave as well, and an answer that breaks off is wrong."""
     asked: list[bytes] = []
