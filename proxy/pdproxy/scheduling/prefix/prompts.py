@@ -72,10 +72,13 @@ class PromptBeginning:
         """Have its ids be only the first ones of a prompt of about so many tokens."""
         self.tokens, self.is_begun = tokens, True
 
-    def complete(self, ids: TokenIds) -> None:
-        """Know a prompt by all of its ids, of which only the first ones were known."""
-        self.keys = of_ids(ids, self.unit, self.root, MAX_KEYS)
-        self.tokens, self.is_begun, self.found = ids.count, False, None
+    def keys_of(self, ids: TokenIds) -> PromptKeys:
+        """Return the keys of all ids of a prompt of which only the first ones were known."""
+        return of_ids(ids, self.unit, self.root, MAX_KEYS)
+
+    def complete(self, keys: PromptKeys, tokens: int) -> None:
+        """Know the prompt by all its keys, which are made. `tokens`: its length."""
+        self.keys, self.tokens, self.is_begun, self.found = keys, tokens, False, None
 
     def measure(self, text_per_token: float) -> None:
         """Estimate the tokens of a text anew, which was estimated by `TOKEN_TEXT`."""

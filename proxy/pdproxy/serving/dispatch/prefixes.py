@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 from msgspec import structs
 
+from pdproxy.scheduling.prefix.keys import PromptKeys
 from pdproxy.scheduling.prefix.knowledge import Knowledge
 from pdproxy.scheduling.prefix.prompts import QUICK_KEYS, PromptBeginning, beginning_of
 from pdproxy.tokens.ids import BegunIds, TokenIds
@@ -65,7 +66,7 @@ class PrefixQuestions:
             if self._waiting >= WAITING:
                 self.skipped += 1
                 return None
-            if not await asyncio.shield(self._in_thread(beginning)):
+            if not await asyncio.shield(self._in_thread(beginning.keys)):
                 return None
         return beginning
 
@@ -82,9 +83,9 @@ class PrefixQuestions:
             text_per_token=knowledge.text_per_token,
         )
 
-    def _in_thread(self, beginning: PromptBeginning) -> asyncio.Future[bool]:
+    def _in_thread(self, keys: PromptKeys) -> asyncio.Future[bool]:
         self._waiting += 1
-        work = asyncio.get_running_loop().run_in_executor(self._threads, _made, beginning)
+        work = asyncio.get_running_loop().run_in_executor(self._threads, _made, keys)
         work.add_done_callback(self._over)
         return work
 
@@ -108,10 +109,15 @@ class PrefixQuestions:
         """Take all ids of such a prompt, which was sent to engines meanwhile."""
         if self._waiting >= WAITING:
             return
-        beginning.complete(ids)
-        self._in_thread(beginning).add_done_callback(
-            lambda work: self.knowledge.completed(beginning, self._now()) if work.result() else None
-        )
+        # The request may choose engines meanwhile: it sees no keys that are being made.
+        keys = beginning.keys_of(ids)
+
+        def made(work: asyncio.Future[bool]) -> None:
+            if not work.cancelled() and work.result():
+                beginning.complete(keys, ids.count)
+                self.knowledge.completed(beginning, self._now())
+
+        self._in_thread(keys).add_done_callback(made)
 
     def _over(self, _: asyncio.Future[bool]) -> None:
         self._waiting -= 1
@@ -141,12 +147,12 @@ def reporting(parsed: Parsed) -> Parsed:
     return structs.replace(parsed, fields=fields | {_XARGS: msgspec.Raw(xargs)})
 
 
-def _made(beginning: PromptBeginning) -> bool:
+def _made(keys: PromptKeys) -> bool:
     """Make a prompt's keys. Runs in a thread. Raises nothing: exceptions may quote the prompt, and
     would be logged.
     """
     try:
-        for _ in beginning.keys:
+        for _ in keys:
             pass
     except Exception:
         return False
