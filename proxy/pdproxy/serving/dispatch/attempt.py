@@ -301,9 +301,11 @@ def _detailed(ask: Ask, request: PromptRequest) -> Ask:
 
 
 def _about(request: PromptRequest) -> int | None:
-    """Return how many tokens a prompt has, perhaps by an estimate of its first ones."""
+    """Return how many tokens a prompt has, by an estimate as long as its first ids alone are
+    known.
+    """
     beginning = request.beginning
-    if request.ids is None and beginning is not None and beginning.is_begun:
+    if request.ids is None and beginning is not None and not beginning.of_text:
         return beginning.tokens
     return known_tokens(request)
 
