@@ -23,6 +23,7 @@ from tests.fakes.served_workers import ENVIRONMENT
 from tests.fakes.world import LONG, until
 
 _PR_GET_DUMPABLE = 3
+_PR_SET_DUMPABLE = 4
 LIMITED = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (4096, 4096))"
 
 
@@ -33,6 +34,8 @@ def in_child(step: str) -> str:
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
         with contextlib.suppress(BaseException):
+            # another test of this process may have forbidden core dumps here
+            ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
             resource.setrlimit(
                 resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
             )
