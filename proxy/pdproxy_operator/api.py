@@ -105,7 +105,7 @@ class Api:
         """Have an object be as it is wanted, whoever has changed the fields that it names. Others'
         fields stay. Return its version.
         """
-        kind = kind_of(wanted["apiVersion"], wanted["kind"])
+        kind = kind_of(wanted)
         metadata = wanted["metadata"]
         path = kind.path(metadata["namespace"], metadata["name"])
         return await self._send("apply", "PATCH", kind, path, wanted, APPLY)

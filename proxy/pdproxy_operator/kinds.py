@@ -4,7 +4,8 @@ deletes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from pdproxy_operator.resources import API_VERSION
 
@@ -61,6 +62,6 @@ WORKLOADS = (DEPLOYMENTS, GROUPS)
 _OF = {(one.version, one.kind): one for one in WRITTEN}
 
 
-def kind_of(version: str, kind: str) -> Kind:
-    """Return the kind of an object that is written. KeyError: none of that name is."""
-    return _OF[version, kind]
+def kind_of(wanted: Mapping[str, Any]) -> Kind:
+    """Return the kind of an object that is to be written. KeyError: none of that name is."""
+    return _OF[wanted["apiVersion"], wanted["kind"]]

@@ -1,8 +1,8 @@
 """One reconciliation of a group: what there is, from the store; what should be, from pure
-functions; and the differences, written to the API.
+functions; and the differences, which the writer writes.
 
 Level-triggered and without memory: whatever an earlier reconciliation has or has not done, what is
-left to do follows from the objects. A mistake in one object keeps no other from being written.
+left to do follows from the objects.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pdproxy.kit.text import truncate
 from pdproxy.upstream.kubernetes import ApiError
 from pdproxy_operator.api import Api
 from pdproxy_operator.conditions import proxy_conditions, runtime_conditions
-from pdproxy_operator.differences import is_as_wanted, stamped
 from pdproxy_operator.engine_objects import engine_objects
 from pdproxy_operator.errors import ConfigError
 from pdproxy_operator.figures import deletion_costs
@@ -46,6 +44,7 @@ from pdproxy_operator.scaling import Decision, decide
 from pdproxy_operator.store import Group, Store
 from pdproxy_operator.transitions import Rate, event_of, transitions
 from pdproxy_operator.work import GoneError
+from pdproxy_operator.writer import Writer
 
 logger = logging.getLogger("pdproxy.operator")
 LOOK_AGAIN = 15.0
@@ -53,8 +52,6 @@ LOOK_AGAIN = 15.0
 of engines that follows the load.
 """
 
-_USED = ("ServiceAccount", "ConfigMap", "Role")
-"""Kinds of objects that other objects use by their names."""
 UNSURE = "the proxies were not asked lately which engines they use"
 
 
@@ -144,6 +141,7 @@ class _Reconciliation:
         if self._proxy is None and not self._pools:
             raise GoneError
         self._figures = None if self._proxy is None else of.pages.figures(self._proxy)
+        self._writer = Writer(store, of.api, group.namespace)
         self._pods_of: dict[tuple[str, str], list[OwnPod]] = {}
         """By the label of their owner and its name."""
         for pod in store.pods(group.namespace):
@@ -151,18 +149,6 @@ class _Reconciliation:
             for label in (RUNTIME, PROXY):
                 if label in labels:
                     self._pods_of.setdefault((label, labels[label]), []).append(pod)
-        self._own_of: dict[tuple[Kind, str | None], list[OwnObject]] = {}
-        """Those that are not being deleted, by the uid of their owner."""
-        for kind in WRITTEN:
-            for own in store.own(kind, group.namespace):
-                if own.metadata.deletion_timestamp is None:
-                    self._own_of.setdefault((kind, own.metadata.controller), []).append(own)
-        self._failures: list[ApiError] = []
-        self._refused: dict[tuple[str, str], str] = {}
-        """By label and name of an owner: why one of its objects is not written."""
-        self._incomplete: set[tuple[str, str]] = set()
-        """Owners that lack an object which others of their objects use."""
-        self._written: list[tuple[Kind, Name, str]] = []
         self.again: float | None = None
 
     async def run(self) -> None:
@@ -178,9 +164,11 @@ class _Reconciliation:
         if self._proxy is not None:
             await self._proxy_and_its_status(self._proxy, [one.step for one in rollouts])
         # the next reconciliation must see what this one has written
-        await self._store.caught_up(self._written)
-        if self._failures:
-            raise self._failures[0]
+        await self._store.caught_up(self._writer.written)
+        if self._writer.found_other:
+            self.again = LOOK_AGAIN
+        if self._writer.failures:
+            raise self._writer.failures[0]
 
     def _unreadable(self) -> Group | None:
         runtimes = [one for pool in self._pools for one in pool.runtimes]
@@ -194,22 +182,6 @@ class _Reconciliation:
         if self._proxy is not None:
             await self._say_proxy(self._proxy, [], why)
         raise ApiError(why)
-
-    async def _do(
-        self, write: Awaitable[str], kind: Kind, namespace: str, name: str
-    ) -> ApiError | None:
-        """Write one object. A refusal keeps no other from being written, and is returned."""
-        try:
-            self._written.append((kind, Name(namespace, name), await write))
-        except ApiError as error:
-            self._note(error)
-            return error
-        return None
-
-    def _note(self, error: ApiError) -> None:
-        if error.status is None or error.status >= 500 or error.status in (401, 429):
-            raise error  # it would be the same for all others
-        self._failures.append(error)
 
     # engines
 
@@ -268,11 +240,7 @@ class _Reconciliation:
 
     def _workloads(self, runtime: Runtime) -> list[tuple[Kind, OwnObject]]:
         """Return what makes a runtime's pods, of all revisions."""
-        return [(kind, one) for kind in WORKLOADS for one in self._own(kind, runtime)]
-
-    def _own(self, kind: Kind, owner: Runtime | Proxy) -> Sequence[OwnObject]:
-        """Return the objects of a kind that are an owner's and stay."""
-        return self._own_of.get((kind, owner.metadata.uid), ())
+        return [(kind, one) for kind in WORKLOADS for one in self._writer.own(kind, runtime)]
 
     async def _engines(self, one: _Rollout) -> dict[str, str]:
         """Have the objects of a pool's runtimes be as they should. Return why those of some are not
@@ -290,18 +258,18 @@ class _Reconciliation:
             except ConfigError as error:
                 refused[name] = str(error)
                 continue
-            if (missing := self._missing(wanted)) is not None:
+            if (missing := self._writer.missing(wanted)) is not None:
                 refused[name] = missing
                 continue
-            current = [each for each in wanted if _kind(each) in WORKLOADS]
+            current = [each for each in wanted if kind_of(each) in WORKLOADS]
             for each in wanted:
-                if _kind(each) not in WORKLOADS:
-                    await self._apply(runtime, each)
-            await self._delete_unwanted(runtime, wanted, keeps=WORKLOADS)
-            if (RUNTIME, name) in self._incomplete:
-                refused[name] = self._refused[RUNTIME, name]
-            else:
+                if kind_of(each) not in WORKLOADS:
+                    await self._writer.apply(runtime, each)
+            await self._writer.delete_unwanted(runtime, wanted, keeps=WORKLOADS)
+            if self._writer.is_complete(runtime):
                 workloads += self._changes(runtime, one.pool, current, replicas)
+            elif (why := self._writer.refused(runtime)) is not None:
+                refused[name] = why
         if refused and any(part.revision != one.pool.revision for part in one.parts):
             # engines of the new revision would find no partners
             workloads.clear()
@@ -314,17 +282,9 @@ class _Reconciliation:
                 await self._deletion_costs(change.revision)
             await change.write()
         for runtime in one.pool.runtimes:
-            name = runtime.metadata.name
-            if (why := self._refused.get((RUNTIME, name))) is not None:
-                refused.setdefault(name, why)
+            if (why := self._writer.refused(runtime)) is not None:
+                refused.setdefault(runtime.metadata.name, why)
         return refused
-
-    def _missing(self, wanted: Sequence[Object]) -> str | None:
-        """Return which kind this cluster lacks, in a sentence, None: it has all."""
-        for one in wanted:
-            if self._store.is_missing(_kind(one)):
-                return f"This cluster has no {one['kind']} ({one['apiVersion']})."
-        return None
 
     def _changes(
         self,
@@ -337,11 +297,13 @@ class _Reconciliation:
         names = set()
         for wanted in current:
             name = Name(self._namespace, wanted["metadata"]["name"])
-            kind = _kind(wanted)
+            kind = kind_of(wanted)
             names.add((kind, name.name))
             live = self._store.own_of(kind, name)
             count = wanted["spec"]["replicas"] - (0 if live is None else _replicas(live))
-            yield _Change(count, (runtime, pool.revision), partial(self._apply, runtime, wanted))
+            yield _Change(
+                count, (runtime, pool.revision), partial(self._writer.apply, runtime, wanted)
+            )
         for kind, live in self._workloads(runtime):
             if (kind, live.metadata.name) in names:
                 continue
@@ -349,17 +311,12 @@ class _Reconciliation:
             target = 0 if revision == pool.revision else replicas.get(revision, 0)
             count = target - _replicas(live)
             if count:
-                write = partial(self._scale_workload, kind, live, target)
+                write = partial(self._writer.scale, kind, live, target)
             elif target == 0 and not _status_replicas(live):
-                write = partial(self._delete, kind, live)
+                write = partial(self._writer.delete, kind, live)
             else:
                 continue
             yield _Change(count, (runtime, revision), write)
-
-    async def _scale_workload(self, kind: Kind, live: OwnObject, target: int) -> None:
-        """Change how many pods there are of a template that nobody knows any more."""
-        name = Name(self._namespace, live.metadata.name)
-        await self._do(self._api.scale(kind, *name, target), kind, *name)
 
     async def _deletion_costs(self, of: tuple[Runtime, str]) -> None:
         """Have Kubernetes take the idlest engines of a runtime's revision first. Right before it
@@ -378,14 +335,14 @@ class _Reconciliation:
                 try:
                     await self._api.annotate(meta, {DELETION_COST: cost})
                 except ApiError as error:
-                    self._note(error)
+                    self._writer.note(error)
 
     async def _scale(self, runtime: Runtime, decisions: Mapping[str, Decision]) -> None:
         """Have a runtime have the engines that its load needs."""
         namespace, name = name_of(runtime)
         count = decisions[name].replicas
         if runtime.spec.autoscaling is not None and count != runtime.spec.replicas:
-            await self._do(
+            await self._writer.do(
                 self._api.scale(RUNTIMES, namespace, name, count), RUNTIMES, namespace, name
             )
 
@@ -433,17 +390,17 @@ class _Reconciliation:
         key = None if self._of.secret is None else key_of(self._of.secret, proxy.metadata.uid)
         try:
             wanted = proxy_objects(proxy, pools, None if key is None else digest_of(key))
-            refused = self._missing(wanted)
+            refused = self._writer.missing(wanted)
         except ConfigError as error:
             refused = str(error)
         if refused is None:
-            for one in sorted(wanted, key=lambda each: WRITTEN.index(_kind(each))):
+            for one in sorted(wanted, key=lambda each: WRITTEN.index(kind_of(each))):
                 # a RoleBinding may not give a Role of others, nor may pods use files of others
-                is_complete = (PROXY, proxy.metadata.name) not in self._incomplete
+                is_complete = self._writer.is_complete(proxy)
                 if is_complete or one["kind"] not in ("RoleBinding", "Deployment"):
-                    await self._apply(proxy, one)
-            await self._delete_unwanted(proxy, wanted)
-            refused = self._refused.get((PROXY, proxy.metadata.name))
+                    await self._writer.apply(proxy, one)
+            await self._writer.delete_unwanted(proxy, wanted)
+            refused = self._writer.refused(proxy)
         await self._say_proxy(proxy, steps, refused)
 
     async def _say_proxy(self, proxy: Proxy, steps: Sequence[Step], refused: str | None) -> None:
@@ -491,78 +448,6 @@ class _Reconciliation:
             "engines": engines,
         }
 
-    # differences
-
-    async def _apply(self, owner: Runtime | Proxy, wanted: Object) -> None:
-        """Write an object, if it is not as it is wanted. An object of others stays as it is."""
-        kind, name = _kind(wanted), Name(self._namespace, wanted["metadata"]["name"])
-        complete = stamped(wanted)
-        live = self._store.own_of(kind, name)
-        if live is not None and live.metadata.deletion_timestamp is not None:
-            return  # it is made anew when it is gone
-        if live is None:
-            try:
-                found = await self._api.find(kind, name)
-            except ApiError as error:
-                self._note(error)
-                return
-            # its own without the label is as one that differs
-            if found is not None and found.controller != owner.metadata.uid:
-                self._note_other(owner, wanted)
-                return
-        elif live.metadata.controller != owner.metadata.uid:
-            known = self._store.uids(self._namespace)
-            if live.metadata.is_of_operator and live.metadata.controller not in known:
-                await self._delete(kind, live)  # its owner is gone, and another has the name
-            else:
-                self._note_other(owner, wanted)
-            return
-        elif is_as_wanted(live, complete):
-            return
-        refusal = await self._do(self._api.apply(complete), kind, *name)
-        if refusal is not None:
-            said = truncate(refusal.message or str(refusal))
-            why = f"The API server refuses the {kind.kind} {name.name}: {said}"
-            self._refuse(owner, wanted, why)
-
-    def _note_other(self, owner: Runtime | Proxy, wanted: Object) -> None:
-        """An object that is not the owner's has the name of one that it needs."""
-        name = wanted["metadata"]["name"]
-        self._refuse(
-            owner,
-            wanted,
-            f"There is a {wanted['kind']} {name} that is not of this {owner_kind(owner)}: rename "
-            f"or delete it.",
-        )
-        self.again = LOOK_AGAIN
-
-    def _refuse(self, owner: Runtime | Proxy, wanted: Object, why: str) -> None:
-        label = RUNTIME if isinstance(owner, Runtime) else PROXY
-        self._refused.setdefault((label, owner.metadata.name), why)
-        if wanted["kind"] in _USED:
-            self._incomplete.add((label, owner.metadata.name))
-
-    async def _delete_unwanted(
-        self, owner: Runtime | Proxy, wanted: Sequence[Object], keeps: Sequence[Kind] = ()
-    ) -> None:
-        """Delete an owner's objects that are not wanted any more, but for those of some kinds."""
-        names = {(_kind(one), one["metadata"]["name"]) for one in wanted}
-        for kind in reversed(WRITTEN):
-            if kind in keeps:
-                continue
-            for one in self._own(kind, owner):
-                if (kind, one.metadata.name) not in names:
-                    await self._delete(kind, one)
-
-    async def _delete(self, kind: Kind, one: OwnObject) -> None:
-        name = one.metadata.name
-
-        async def deleted() -> str:
-            await self._api.delete(kind, one.metadata)
-            return ""
-
-        await self._do(deleted(), kind, self._namespace, name)
-
     async def _say(
         self,
         kind: Kind,
@@ -578,7 +463,9 @@ class _Reconciliation:
         if _without_none(of.status) == status:
             return
         namespace, name = name_of(of)
-        await self._do(self._api.apply_status(kind, of.metadata, status), kind, namespace, name)
+        await self._writer.do(
+            self._api.apply_status(kind, of.metadata, status), kind, namespace, name
+        )
         for one in transitions(of.status.conditions, conditions):
             if self._of.events.takes():
                 event = event_of(of, one, self._of.reporter, self._now)
@@ -586,15 +473,6 @@ class _Reconciliation:
                     await self._api.create_event(event)
                 except ApiError as error:  # the conditions say the same
                     logger.warning("an Event of %s %s/%s: %s", kind.kind, namespace, name, error)
-
-
-def owner_kind(owner: Runtime | Proxy) -> str:
-    """Return the kind of a resource."""
-    return RUNTIMES.kind if isinstance(owner, Runtime) else PROXIES.kind
-
-
-def _kind(one: Object) -> Kind:
-    return kind_of(one["apiVersion"], one["kind"])
 
 
 def _url(proxy: Proxy) -> str:

@@ -10,23 +10,23 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from pdproxy.fleet.informer import ApiCollection, Counts, Found, Informer
+from pdproxy.fleet.informer import ApiCollection, Counts, Informer
 from pdproxy.kit.text import truncate
 from pdproxy.settings.kubernetes import Kubernetes
 from pdproxy.upstream.kubernetes import UNREADABLE, ApiConnection, ApiError, KubernetesApi
 from pdproxy.wire.kubernetes import Renamed
+from pdproxy_operator.followed import Changes, Followed, Unread
 from pdproxy_operator.kinds import PODS, PROXIES, RUNTIMES, WRITTEN, Kind
 from pdproxy_operator.names import MANAGED_BY, MANAGER, PROXY, RUNTIME
 from pdproxy_operator.own import OwnObject, OwnPod
 from pdproxy_operator.resources import (
     Name,
-    OwnMetadata,
     Proxy,
     ProxySpec,
     ProxyStatus,
@@ -41,9 +41,8 @@ from pdproxy_operator.resources import (
 logger = logging.getLogger("pdproxy.operator")
 CAUGHT_UP = 2.0
 """Seconds for which the writes of a reconciliation are waited for to come back, at most."""
-LOOK_AGAIN = 10.0
+ASK_AGAIN = 10.0
 """Seconds until a cluster is asked again whether it has a kind, after a failure."""
-NOTHING = msgspec.Raw(b"{}")
 
 
 class Group(NamedTuple):
@@ -57,114 +56,6 @@ class Group(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind} {self.namespace}/{self.name}"
-
-
-class Unread(Renamed, frozen=True):
-    """A PDRuntime or a PDProxy of which only the metadata is read."""
-
-    metadata: OwnMetadata
-    spec: msgspec.Raw = NOTHING
-    status: msgspec.Raw = NOTHING
-
-
-class _Followed(Protocol):
-    @property
-    def metadata(self) -> OwnMetadata: ...
-
-
-F = TypeVar("F", bound=_Followed)
-Changes = Sequence[tuple[F | None, F | None]]
-"""Each object that is new, another or gone: as it was and as it is, None: it was not, or is not,
-there.
-"""
-
-
-class Part(Generic[F]):
-    """The objects of one kind in one namespace, or in all. `changed` gets what has changed at once;
-    `known` is called when all objects are known for the first time.
-    """
-
-    def __init__(
-        self,
-        kind: Kind,
-        namespace: str | None,
-        changed: Callable[[Changes[F]], None],
-        known: Callable[[], None],
-    ) -> None:
-        self.kind = kind
-        self.namespace = namespace
-        self.is_known = False
-        self.is_missing = False
-        """Whether this cluster has no such kind."""
-        self.problem: str | None = "nothing was heard yet"
-        self.heard_at = 0.0
-        """When it was known to be as the API has it, in seconds of the event loop."""
-        self._changed = changed
-        self._known = known
-        self._objects: dict[Name, F] = {}
-        self._of: dict[str, dict[str, F]] = {}
-        """By namespace and name."""
-        self._heard = asyncio.Event()
-
-    def __repr__(self) -> str:
-        return f"<Part {self.kind.plural}: {len(self._objects)}>"
-
-    def take(self, found: Found[F]) -> None:
-        """Have what an informer says."""
-        self.problem = found.problem
-        if found.problem is None:
-            self.heard_at = asyncio.get_running_loop().time()
-        if found.objects is not None:
-            self.is_missing = False
-            self._have(found.objects)
-
-    def miss(self) -> None:
-        """There is no such kind, so nothing of it."""
-        self.problem, self.heard_at = None, asyncio.get_running_loop().time()
-        self.is_missing = True
-        self._have(())
-
-    def _have(self, objects: Collection[F]) -> None:
-        before = self._objects
-        now = {Name(one.metadata.namespace, one.metadata.name): one for one in objects}
-        self._objects, self._of = now, {}
-        for name, one in now.items():
-            self._of.setdefault(name.namespace, {})[name.name] = one
-        changes: list[tuple[F | None, F | None]] = []
-        for name, one in now.items():
-            was = before.get(name)
-            if was is None or (was is not one and _is_other(was, one)):
-                changes.append((was, one))
-        changes += [(before[name], None) for name in before.keys() - now.keys()]
-        heard, self._heard = self._heard, asyncio.Event()
-        heard.set()
-        if changes:
-            self._changed(changes)
-        if not self.is_known:
-            self.is_known = True
-            self._known()
-
-    def of(self, namespace: str) -> Mapping[str, F]:
-        """Return those of a namespace, by name."""
-        return self._of.get(namespace, {})
-
-    async def has_seen(self, name: Name, version: str) -> None:
-        """Wait until an object has this version or a later one, or is gone where `version` is
-        "".
-        """
-        while not self._is_as_new(name, version):
-            await self._heard.wait()
-
-    def _is_as_new(self, name: Name, version: str) -> bool:
-        one = self._objects.get(name)
-        if not version:
-            return one is None or one.metadata.deletion_timestamp is not None
-        if one is None:
-            return False
-        known = one.metadata.resource_version
-        return known == version or (
-            known.isdecimal() and version.isdecimal() and int(known) >= int(version)
-        )
 
 
 class Store:
@@ -191,16 +82,16 @@ class Store:
         self.unreadable: dict[Group, Unread] = {}
         """PDRuntimes and PDProxies whose spec can't be read."""
         places: list[str | None] = list(namespaces) or [None]
-        self._resources: list[Part[Unread]] = [
-            Part(kind, place, partial(self._take, kind), self._known)
+        self._resources: list[Followed[Unread]] = [
+            Followed(kind, place, partial(self._take, kind), self._known)
             for kind in (PROXIES, RUNTIMES)
             for place in places
         ]
-        self._pods: list[Part[OwnPod]] = [
-            Part(PODS, place, self._moved, self._known) for place in places
+        self._pods: list[Followed[OwnPod]] = [
+            Followed(PODS, place, self._moved, self._known) for place in places
         ]
-        self._own: dict[Kind, list[Part[OwnObject]]] = {
-            kind: [Part(kind, place, self._moved, self._known) for place in places]
+        self._own: dict[Kind, list[Followed[OwnObject]]] = {
+            kind: [Followed(kind, place, self._moved, self._known) for place in places]
             for kind in WRITTEN
         }
 
@@ -212,22 +103,22 @@ class Store:
     async def run(self) -> None:
         """Follow all of it, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for one in self._resources:
-                tasks.create_task(self._follow(one, Unread, ""))
+            for resources in self._resources:
+                tasks.create_task(self._follow(resources, Unread, ""))
             managed = f"{MANAGED_BY}={MANAGER}"
             for pods in self._pods:
                 tasks.create_task(self._follow(pods, OwnPod, managed))
-            for kind, parts in self._own.items():
-                for part in parts:
+            for kind, followed in self._own.items():
+                for one in followed:
                     follow = self._follow_optional if kind.is_optional else self._follow
-                    tasks.create_task(follow(part, OwnObject, managed))
+                    tasks.create_task(follow(one, OwnObject, managed))
 
-    async def _follow(self, part: Part[Any], kind: type[Any], selector: str) -> None:
-        collection = ApiCollection(kind, part.kind.path(part.namespace), selector)
+    async def _follow(self, one: Followed[Any], kind: type[Any], selector: str) -> None:
+        collection = ApiCollection(kind, one.kind.path(one.namespace), selector)
         connection = self._api.connection()
-        await Informer(collection, connection, self._times, part.take, self.counts).run()
+        await Informer(collection, connection, self._times, one.take, self.counts).run()
 
-    async def _follow_optional(self, part: Part[Any], kind: type[Any], selector: str) -> None:
+    async def _follow_optional(self, one: Followed[Any], kind: type[Any], selector: str) -> None:
         """Follow objects of a kind while the cluster has it: whether it has is asked from time to
         time.
         """
@@ -237,38 +128,38 @@ class Store:
             while True:
                 pause = self._times.relist * random.uniform(0.8, 1.2)
                 try:
-                    is_there = await _is_served(connection, part.kind)
+                    is_there = await _is_served(connection, one.kind)
                 except ApiError as error:
-                    is_there, pause = following is not None, min(pause, LOOK_AGAIN)
+                    is_there, pause = following is not None, min(pause, ASK_AGAIN)
                     if following is None:
-                        part.problem = str(error)
+                        one.problem = str(error)
                 else:
                     if following is not None and not is_there:
                         following.cancel()
                         following = None
                     if not is_there:
-                        part.miss()
+                        one.miss()
                 await connection.drop()
                 if is_there and following is None:
-                    following = tasks.create_task(self._follow(part, kind, selector))
+                    following = tasks.create_task(self._follow(one, kind, selector))
                 await asyncio.sleep(pause)
 
     # what there is
 
     def problems(self) -> list[str]:
         """Return what is wrong with following objects, a sentence each."""
-        return [f"{one.kind.plural}: {one.problem}" for one in self._parts() if one.problem]
+        return [f"{one.kind.plural}: {one.problem}" for one in self._all() if one.problem]
 
     @property
     def heard_at(self) -> float:
         """When all of it was known to be as the API has it, in seconds of the event loop."""
-        return min(one.heard_at for one in self._parts())
+        return min(one.heard_at for one in self._all())
 
-    def _parts(self) -> Iterator[Part[Any]]:
+    def _all(self) -> Iterator[Followed[Any]]:
         yield from self._resources
         yield from self._pods
-        for parts in self._own.values():
-            yield from parts
+        for followed in self._own.values():
+            yield from followed
 
     def runtimes(self, namespace: str) -> list[Runtime]:
         """Return all PDRuntimes of a namespace that can be read, by name."""
@@ -304,24 +195,28 @@ class Store:
         """Return the uids of all PDRuntimes and PDProxies of a namespace, also of those that can't
         be read.
         """
-        return {one.metadata.uid for part in self._resources for one in part.of(namespace).values()}
+        return {
+            one.metadata.uid
+            for followed in self._resources
+            for one in followed.of(namespace).values()
+        }
 
     def pods(self, namespace: str) -> list[OwnPod]:
         """Return the pods of engines and of proxies in a namespace."""
-        return [one for part in self._pods for one in part.of(namespace).values()]
+        return [one for followed in self._pods for one in followed.of(namespace).values()]
 
     def own(self, kind: Kind, namespace: str) -> list[OwnObject]:
         """Return the operator's own objects of a kind in a namespace."""
-        return [one for part in self._own[kind] for one in part.of(namespace).values()]
+        return [one for followed in self._own[kind] for one in followed.of(namespace).values()]
 
     def own_of(self, kind: Kind, name: Name) -> OwnObject | None:
         """Return one of them, None: there is none of this name."""
-        found = (part.of(name.namespace).get(name.name) for part in self._own[kind])
+        found = (one.of(name.namespace).get(name.name) for one in self._own[kind])
         return next((one for one in found if one is not None), None)
 
     def is_missing(self, kind: Kind) -> bool:
         """Return whether this cluster has no such kind."""
-        return all(part.is_missing for part in self._own[kind])
+        return all(one.is_missing for one in self._own[kind])
 
     def group_of(self, runtime: Runtime) -> Group:
         """Return the group of a PDRuntime: of the first PDProxy by name that selects it."""
@@ -345,14 +240,14 @@ class Store:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CAUGHT_UP):
                 for kind, name, version in written:
-                    for part in self._parts():
-                        if part.kind == kind and part.namespace in (None, name.namespace):
-                            await part.has_seen(name, version)
+                    for one in self._all():
+                        if one.kind == kind and one.namespace in (None, name.namespace):
+                            await one.has_seen(name, version)
 
     # what changes
 
     def _known(self) -> None:
-        if all(one.is_known for one in self._parts()):
+        if all(one.is_known for one in self._all()):
             self.complete.set()
 
     def _take(self, kind: Kind, changes: Changes[Unread]) -> None:
@@ -417,16 +312,6 @@ def is_change_of_user(was: Unread | None, one: Unread | None) -> bool:
         or before.labels != now.labels
         or before.deletion_timestamp != now.deletion_timestamp
     )
-
-
-def _is_other(was: _Followed, one: _Followed) -> bool:
-    """Return whether an object has changed. By a new definition it has other defaults, and the same
-    version.
-    """
-    before, now = was.metadata, one.metadata
-    if (before.uid, before.resource_version) != (now.uid, now.resource_version):
-        return True
-    return isinstance(was, Unread) and isinstance(one, Unread) and was.spec != one.spec
 
 
 def _read(kind: Kind, one: Unread) -> Runtime | Proxy:

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from pdproxy.wire.kubernetes import Page
+from pdproxy_operator.followed import Unread
 from pdproxy_operator.run import RECURSION
-from pdproxy_operator.store import Unread
 
 LEVELS = 9_990
 
