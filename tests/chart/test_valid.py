@@ -135,6 +135,10 @@ def test_a_typo_is_refused_by_its_name(values: dict[str, Any], said: str) -> Non
             "engines: prefill: args: the chart sets --port",
         ),
         (
+            {**ENGINES, "engineDefaults": {**QWEN, "args": ["--ssl-keyfile", "/key"]}},
+            "engines: prefill: args: probes need plain HTTP: leave --ssl-keyfile out",
+        ),
+        (
             {
                 **ENGINES,
                 "engineDefaults": {

@@ -48,6 +48,8 @@ image of one of them, and with each flag that may change the KV. Plain engines e
 {{- fail (printf "engines: %s: args: the chart sets %s: use %s" $name $flag (get $flags $flag)) }}
 {{- else if has $flag (list "--port" "--side-channel-host" "--uds") }}
 {{- fail (printf "engines: %s: args: the chart sets %s" $name $flag) }}
+{{- else if hasPrefix "--ssl" $flag }}
+{{- fail (printf "engines: %s: args: probes need plain HTTP: leave %s out" $name $flag) }}
 {{- end }}
 {{- end }}
 {{- range .env }}
