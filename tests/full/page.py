@@ -1,14 +1,17 @@
 """The page of `.ci/full` (docs/evidence/full.md): a row for each part, made of the output of its
 last run. `python -m tests.full.page FOLDER` reads `FOLDER/PART.txt`: a part without a file keeps
-its row.
+its row. Parts run behind different commits, many of which change only docs or tests: so a row also
+says which product was proven.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.reference.markdown import ROOT, cell, code, table, wrapped
@@ -20,10 +23,14 @@ _HEAD = """# The longer proofs
 
 `.ci/full` runs all parts, `.ci/full PART` one of them
 ([contributing](../internals/contributing.md#test)). A row is a part's last run; "and changes": the
-tree had some that were not committed. "Said" is the last number of its output, which stays in
+tree had some that were not committed. "Product" is what is installed:
+`git ls-tree COMMIT proxy pyproject.toml requirements.lock | sha256sum`, the first eight digits.
+"Older" is all but the newest. "Said" is the last number of its output, which stays in
 `.full/PART.txt` where it ran.
 """
-_COLUMNS = ("part", "what", "commit", "day", "seconds", "tests", "result", "said")
+_COLUMNS = ("part", "what", "product", "commit", "day", "seconds", "tests", "result", "said")
+_INSTALLED = ("proxy", "pyproject.toml", "requirements.lock")
+_OLDER = "older"
 _STEP = re.compile(r"^== (.*?)(?: \((\d+) s\))?$")
 _SUMMARY = re.compile(r"^(?:=+ )?\d+ (?:failed|passed|skipped|errors?)\b.* in [\d.]+s")
 _COUNT = re.compile(r"(\d+) (passed|failed|errors?)\b")
@@ -38,6 +45,8 @@ class Row:
 
     part: str
     what: str = "no run"
+    product: str = ""
+    """Nothing if it is not known: the tree had changes, or its commit is gone."""
     commit: str = ""
     day: str = ""
     seconds: str = ""
@@ -49,6 +58,13 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         """The cells, in the order of the columns."""
         return tuple(getattr(self, name) for name in _COLUMNS)
+
+
+def product_of(commit: str) -> str:
+    """Return the short hash of what is installed of a commit; nothing if git does not know it."""
+    line = ["git", "-C", str(ROOT), "ls-tree", commit, *_INSTALLED]
+    done = subprocess.run(line, capture_output=True, check=False)
+    return "" if done.returncode else hashlib.sha256(done.stdout).hexdigest()[:8]
 
 
 def row_of(part: str, output: str) -> Row:
@@ -72,6 +88,7 @@ def row_of(part: str, output: str) -> Row:
     return Row(
         part,
         cell("; ".join(word.partition(":")[0] for word in words)),
+        "" if changes else product_of(commit),
         code(commit[:8]) + (" and changes" if changes else ""),
         lines[1].partition(",")[0],
         str(times[-1] - times[0]) if times else "",
@@ -98,18 +115,27 @@ def read(page: str) -> Iterator[Row]:
     for line in page.splitlines():
         cells = [one.strip() for one in re.split(r"(?<!\\)\|", line)[1:-1]]
         if len(cells) == len(_COLUMNS) and cells[0].startswith("`"):
-            yield Row(cells[0].strip("`"), *cells[1:])
+            part, what, product, *others = cells
+            known = product.removesuffix(_OLDER).strip(" `")
+            yield Row(part.strip("`"), what, known, *others)
 
 
-def made(parts: Sequence[str], rows: Mapping[str, Row]) -> str:
-    """Return the page with the rows of all parts."""
+def made(parts: Sequence[str], rows: Mapping[str, Row], newest: str) -> str:
+    """Return the page with the rows of all parts. `newest`: the product that they should be of."""
     shown = [rows.get(part, Row(part)) for part in parts]
-    passed = sum(row.result == "passed" for row in shown)
-    commits = {row.commit for row in shown if row.commit}
-    of = f"all on {commits.pop()}" if len(commits) == 1 else f"on {len(commits)} commits"
-    total = f"{passed} of {len(shown)} parts have passed, {of}."
-    listed = table(_COLUMNS, ((code(row.part), *row.cells[1:]) for row in shown))
+    of = [row.product == newest for row in shown if row.result == "passed"]
+    total = (
+        f"{of.count(True)} of {len(shown)} parts have passed with the newest product "
+        f"({code(newest)}), {of.count(False)} with an older one."
+    )
+    listed = table(_COLUMNS, (_shown(row, newest).cells for row in shown))
     return wrapped(f"{_HEAD}\n{total}\n\n{listed}")
+
+
+def _shown(row: Row, newest: str) -> Row:
+    known = code(row.product) if row.product else ""
+    older = _OLDER if row.result and row.product != newest else ""
+    return replace(row, part=code(row.part), product=f"{known} {older}".strip())
 
 
 def parts() -> list[str]:
@@ -126,7 +152,7 @@ def update(folder: Path, page: Path = PAGE) -> None:
     for file in folder.glob("*.txt"):
         if file.stem in known:
             rows[file.stem] = row_of(file.stem, file.read_text(errors="replace"))
-    page.write_text(made(known, rows))
+    page.write_text(made(known, rows, product_of("HEAD")))
 
 
 if __name__ == "__main__":
