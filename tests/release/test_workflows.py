@@ -105,3 +105,18 @@ def test_outputs_and_artifacts_of_other_jobs_exist() -> None:
         for verb in ("upload", "download")
     )
     assert {*up} == {*down}
+
+
+def test_the_sbom_of_an_image_is_of_the_image_that_it_is_signed_for() -> None:
+    """Which is named by the digest, and whose SBOM the same job has made."""
+    made, signed = {}, {}
+    for job in of_release().values():
+        for step in job.get("steps", ()):
+            given = step.get("with", {})
+            if "/sbom-action@" in step.get("uses", ""):
+                made[given["output-file"]] = given["image"]
+            elif "subject-digest" in given and "sbom-path" in given:
+                image = f"{given['subject-name']}@{given['subject-digest']}"
+                assert made[given["sbom-path"]] == image
+                signed[image] = given["sbom-path"]
+    assert len(signed) == len(made) == 2
