@@ -13,7 +13,7 @@
 # Python's minor version and Debian's release are fixed; the next build brings fixes of both.
 FROM python:3.11-slim-bookworm AS build
 WORKDIR /src
-COPY pyproject.toml requirements-build.lock requirements-image.lock README.md LICENSE ./
+COPY pyproject.toml hatch_build.py requirements-build.lock requirements-image.lock README.md LICENSE ./
 COPY proxy proxy
 # The package has a link to it.
 COPY configs/reference.yaml configs/

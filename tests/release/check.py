@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tomllib
 
 from tests.reference.markdown import ROOT
 from tests.release import description, version
@@ -29,9 +30,15 @@ def notes(tag: str, changelog: str) -> str:
     return next((text for head, text in found if head.startswith(f"{tag[1:]} - ")), "")
 
 
-def wrong(tag: str, changelog: str, described: str) -> list[str]:
+def sources() -> str:
+    """Return the address of the sources; nothing if pyproject.toml has none."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return str(project.get("urls", {}).get("Source", ""))
+
+
+def wrong(tag: str, changelog: str, described: str, sources: str) -> list[str]:
     """Return what keeps a tree from being released under a tag. `described`: the file of the
-    description of the last release.
+    description of the last release. `sources`: their address.
     """
     found = []
     if tag != (own := f"v{version.current()}"):
@@ -43,6 +50,10 @@ def wrong(tag: str, changelog: str, described: str) -> list[str]:
     if described != description.written(description.described()):
         name = description.FILE.relative_to(ROOT)
         found.append(f"{name} is not of this tree: run python -m tests.release.description")
+    if not sources:
+        found.append(
+            "pyproject.toml has no Source under [project.urls]: the package's links go there"
+        )
     return found
 
 
@@ -50,6 +61,6 @@ if __name__ == "__main__":
     if len(sys.argv) != 2:
         raise SystemExit("usage: python -m tests.release.check vX.Y.Z")
     text = (ROOT / "CHANGELOG.md").read_text()
-    if problems := wrong(sys.argv[1], text, description.FILE.read_text()):
+    if problems := wrong(sys.argv[1], text, description.FILE.read_text(), sources()):
         raise SystemExit("\n".join(problems))
     print(notes(sys.argv[1], text))

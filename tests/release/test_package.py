@@ -5,14 +5,17 @@ should.
 from __future__ import annotations
 
 import os
+import re
 import tarfile
 import tomllib
 import zipfile
-from email.parser import HeaderParser
+from email.message import Message
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
 
+from hatch_build import description
 from tests.reference.markdown import ROOT
 from tests.release import build
 
@@ -26,6 +29,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """An sdist and a wheel of this tree."""
     folder = tmp_path_factory.mktemp("dist")
     return build.sdist(ROOT, folder, EPOCH), build.wheel(ROOT, folder, EPOCH)
+
+
+def about_of(wheel: Path) -> Message:
+    """A wheel's metadata."""
+    with zipfile.ZipFile(wheel) as opened:
+        (name,) = (one for one in opened.namelist() if one.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(opened.read(name).decode())
 
 
 def test_another_folder_umask_and_time_make_the_same_bytes(
@@ -66,13 +76,42 @@ def test_the_wheel_holds_the_packages_and_nothing_else(made: tuple[Path, Path]) 
         # What `pdproxy config init --all` prints: in the source tree it is a link.
         reference = opened.read("pdproxy/settings/reference.yaml")
         assert reference == (ROOT / "configs" / "reference.yaml").read_bytes()
-        metadata = HeaderParser().parsestr(opened.read(f"{own}/METADATA").decode())
+        metadata = about_of(made[1])
         times = {one.date_time for one in opened.infolist()}
     assert metadata["Version"] == PROJECT["version"]
     assert metadata["License-Expression"] == PROJECT["license"]
     needed = [one for one in metadata.get_all("Requires-Dist", []) if "extra ==" not in one]
     assert len(needed) == len(PROJECT["dependencies"])
     assert times == {(2023, 11, 14, 22, 13, 20)}
+
+
+LINK = re.compile(r"\[([^]]*)]\(([^)\s]+)\)")
+
+
+def test_the_description_has_no_relative_link(made: tuple[Path, Path]) -> None:
+    """A package index shows it beside no other file."""
+    shown = about_of(made[1]).get_payload()
+    assert isinstance(shown, str)
+    assert shown.startswith("# pdproxy\n")
+    assert "## Install" in shown
+    assert not [link for link in LINK.findall(shown) if not link[1].startswith("https://")]
+
+
+@pytest.mark.parametrize(
+    ("sources", "shown"),
+    [
+        (
+            "https://e.f",
+            "[two\nlines](https://e.f/blob/v1.2/b.md#c), ![g](https://e.f/raw/v1.2/h.svg), ",
+        ),
+        ("", "two\nlines, , "),
+    ],
+)
+def test_links_of_the_description_go_to_the_sources_of_the_version(
+    sources: str, shown: str
+) -> None:
+    readme, there = "[two\nlines](b.md#c), ![g](h.svg), ", "[d](https://a.b)"
+    assert description(readme + there, sources, "1.2") == shown + there
 
 
 def test_the_sdist_holds_what_proves_it(made: tuple[Path, Path]) -> None:

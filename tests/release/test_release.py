@@ -18,11 +18,12 @@ CHANGELOG = (
 )
 NOW = description.written(description.described())
 DIGEST = f"sha256:{'0123456789abcdef' * 4}"
+SOURCES = "https://example.com/team/pdproxy"
 IMAGE = f"registry.example.com/team/pdproxy@{DIGEST}"
 
 
 def test_a_tree_that_is_ready_is_released_with_its_notes() -> None:
-    assert check.wrong(f"v{OWN}", CHANGELOG, NOW) == []
+    assert check.wrong(f"v{OWN}", CHANGELOG, NOW, SOURCES) == []
     assert check.notes(f"v{OWN}", CHANGELOG) == "- A change."
 
 
@@ -39,8 +40,13 @@ def test_a_tree_that_is_ready_is_released_with_its_notes() -> None:
 def test_what_keeps_a_tree_from_a_release(
     tag: str, changelog: str, described: str, why: str
 ) -> None:
-    found = check.wrong(tag, changelog, described)
+    found = check.wrong(tag, changelog, described, SOURCES)
     assert [why in one for one in found] == [True] * bool(why)
+
+
+def test_a_tree_without_an_address_of_its_sources_is_not_released() -> None:
+    (found,) = check.wrong(f"v{OWN}", CHANGELOG, NOW, "")
+    assert "no Source under [project.urls]" in found
 
 
 def test_charts_and_compose_name_the_image_by_its_digest(tmp_path: Path) -> None:
