@@ -24,6 +24,7 @@ import_module("pdproxy.workers.parent")  # and with it all that counts
 METRICS = declared()
 
 
+_MOST = "The first {most:,} values of all processes are shown; all others are `other`"
 _ALIKE = 3
 """So many metrics have a label of one meaning: it is explained once, before all others."""
 
@@ -44,7 +45,8 @@ def _values(label: Label, above: dict[Label, str]) -> str:
     if label in above:
         return f"{code(label.name)}: as of {_link(above[label])}.\n"
     if not label.values:
-        return f"{code(label.name)}: {cell(label.text)}.\n"
+        most = "" if label.most is None else f". {_MOST.format(most=label.most)}"
+        return f"{code(label.name)}: {cell(label.text)}{most}.\n"
     values = dict(label.values)
     parts = {one: name for one, name in above.items() if _is_part(one, label)}
     part = max(parts, key=lambda one: len(one.values), default=None)

@@ -43,9 +43,10 @@ from pdproxy.observe.events import (
     ServedAlone,
 )
 from pdproxy.observe.formats import MAX_LINE, MAX_MESSAGE, MAX_VALUE, JsonFormatter, TextFormatter
+from pdproxy.observe.label_values import MAX_LABEL
 from pdproxy.observe.logs import ACCESS_FIELDS, LogObserver, access_fields, access_values
-from pdproxy.observe.metrics import MAX_MODEL, MAX_MODELS, MAX_TENANTS, Metrics
-from pdproxy.observe.requests import OUTCOMES
+from pdproxy.observe.metrics import Metrics
+from pdproxy.observe.requests import MODEL, OUTCOMES, TENANT
 from pdproxy.serving.kv.custodian import KV_HANDLE_AGE
 from pdproxy.serving.kv.ready import MAX_RANKS
 
@@ -362,14 +363,15 @@ def test_labels_are_bounded_in_number_and_length() -> None:
     has.
     """
     metrics = Metrics(lambda model: model.startswith("listed"))
-    for number in range(MAX_MODELS + 100):
+    assert MODEL.most is not None
+    for number in range(MODEL.most + 100):
         metrics.notify(ended(f"listed-{number}"))
         metrics.notify(ended(f"mine-{number}"))
-    metrics.notify(ended("listed" + "x" * MAX_MODEL))
+    metrics.notify(ended("listed" + "x" * MAX_LABEL))
     metrics.notify(KvWaited("p", "timeout", 1.0, [str(rank) for rank in range(10_000)]))
     page = metrics.page().decode()
     assert "mine" not in page
-    assert page.count("pdproxy_requests_total{") == (MAX_MODELS + 1) * len(OUTCOMES)
+    assert page.count("pdproxy_requests_total{") == (MODEL.most + 1) * len(OUTCOMES)
     assert page.count("pdproxy_kv_silent_ranks_total{") == MAX_RANKS + 1
     assert max(map(len, page.splitlines())) < 1000
 
@@ -441,12 +443,13 @@ def test_no_exceptions_words_reach_the_log(log_format: str) -> None:
 def test_tenants_are_labels_up_to_a_bound() -> None:
     """What no tenant uses is not counted; beyond the bound they are counted together."""
     metrics = Metrics()
-    for number in range(MAX_TENANTS + 5):
+    assert TENANT.most is not None
+    for number in range(TENANT.most + 5):
         metrics.notify(ended(tenant=f"t{number}"))
     metrics.notify(ended())
     metrics.notify(ended(tenant="t0", prompt_tokens=None, completion_tokens=None))
     found = metrics._counts["pdproxy_tenant_tokens_total"]
-    assert len(found) == MAX_TENANTS + 1
+    assert len(found) == TENANT.most + 1
     assert (found["t0",], found["other",]) == (66, 5 * 66)
 
 

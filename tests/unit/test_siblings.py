@@ -35,7 +35,7 @@ class Parent:
         self.workers = [
             WorkerProcess(number, pid=100 + number, ready=True) for number in range(count)
         ]
-        self.switchboard = Switchboard(self, lambda past, report: past + report)  # type: ignore[arg-type]
+        self.switchboard = Switchboard(self, lambda past, report, _: past + report)  # type: ignore[arg-type]
         self.all = [
             LinkedSiblings(lambda message, number=number: self.sent(number, message), scheduler)  # type: ignore[misc]
             for number in range(count)

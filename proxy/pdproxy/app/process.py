@@ -105,7 +105,8 @@ class Process:
         registries: list[EngineRegistry] = []
         models = Models([], watch.chance, clock.now)
         metrics = Metrics(
-            lambda model: any(one.lists(model) for one in registries) or models.knows(model)
+            lambda model: any(one.lists(model) for one in registries) or models.knows(model),
+            share.label_values(),
         )
         lines = LogObserver(log, engines=share.chooses)
         observers = Observers([metrics, lines])

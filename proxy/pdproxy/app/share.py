@@ -29,6 +29,7 @@ from pdproxy.kit.clock import Clock
 from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
+from pdproxy.observe.label_values import LabelValues
 from pdproxy.observe.metrics import Metrics
 from pdproxy.scheduling.admission import Admission, Quotas
 from pdproxy.scheduling.ledger import Ledger
@@ -70,6 +71,9 @@ class Share(Protocol):
 
     def credentials(self, settings: Settings) -> Credentials:
         """Return the keys and TLS contexts of these settings. Raises as `Credentials`."""
+
+    def label_values(self) -> LabelValues:
+        """Return the values of labels that metrics show: all processes show the same."""
 
     def pool(self, at: int) -> PoolShare:
         """Return the process's part of the pool with this number."""
@@ -248,6 +252,7 @@ class SoleProcess:
     chooses = True
     """See `Share`, as for the next ones."""
     credentials = Credentials
+    label_values = LabelValues
     shown = Shown
 
     def __init__(self) -> None:

@@ -59,7 +59,7 @@ class Label:
     and `text` says what it is.
 
     `most`: so many values, those that come first, are shown of what events count; all further ones
-    are `OTHER`. None: no bound.
+    are `OTHER` (`observe.label_values`). Labels of one name show the same. None: no bound.
     """
 
     name: str

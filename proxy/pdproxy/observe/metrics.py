@@ -28,6 +28,7 @@ from pdproxy.observe.description import (
     declared,
 )
 from pdproxy.observe.events import Event, LegTimes, RequestEnded
+from pdproxy.observe.label_values import LabelValues
 from pdproxy.observe.page import AT_ONCE, Family, in_turns, whole
 from pdproxy.observe.snapshot import (
     Buckets,
@@ -39,12 +40,6 @@ from pdproxy.observe.snapshot import (
     of_process,
 )
 
-MAX_MODEL, MAX_MODELS = 256, 1000
-"""Characters of a model's name that is a label, and the number of such names. All others are
-counted as "other".
-"""
-MAX_TENANTS = 1000
-"""Tenants whose names are labels. All others are counted as "other"."""
 _OF_LEGS = (requests.NODE_LEGS, requests.NODE_SECONDS)
 
 
@@ -68,12 +63,17 @@ class _Histogram:
 
 class Metrics:
     """An observer that counts, and the page that shows the counts. `lists` returns whether an
-    engine lists a model.
+    engine lists a model; `values`: those of labels that are shown, which several may share.
     """
 
-    def __init__(self, lists: Callable[[str], bool] = lambda _: True) -> None:
+    def __init__(
+        self,
+        lists: Callable[[str], bool] = lambda _: True,
+        values: LabelValues | None = None,
+    ) -> None:
         """Make one that has counted nothing."""
         self._lists = lists
+        self._values = values or LabelValues()
         self._counts: dict[str, dict[tuple[str, ...], float]] = {}
         self._histograms: dict[str, dict[tuple[str, ...], _Histogram]] = {}
         self._begun = 0
@@ -86,11 +86,7 @@ class Metrics:
         """By engine and phase: how many legs, and their seconds."""
         self._reads: dict[str, list[Callable[[], Samples]]] = {}
         """What others keep, by the metric's name."""
-        self._models: set[str] = set()
-        self._tenants: set[str] = set()
         self._nodes: set[str] = set()
-        self._values: dict[Label, set[str]] = {}
-        """The values of labels that show a limited number of them."""
 
     def _begin(self) -> None:
         """Begin to count what is not counted yet. A plugin may be imported, and declare metrics,
@@ -210,21 +206,7 @@ class Metrics:
     def _shown(self, label: Label, value: str) -> str:
         if label is NODE:
             return self._node(value)
-        if label.most is None:
-            return value
-        values = self._values.setdefault(label, set())
-        if value not in values:
-            if len(values) >= label.most:
-                return OTHER
-            values.add(value)
-        return value
-
-    def _tenant(self, name: str) -> str:
-        if name not in self._tenants:
-            if len(self._tenants) >= MAX_TENANTS:
-                return "other"
-            self._tenants.add(name)
-        return name
+        return value if label.most is None else self._values.shown(label, value)
 
     def _overload(self, reason: str) -> None:
         self._count(requests.REFUSALS, reason, requests.STATUS_OF[reason])
@@ -246,26 +228,20 @@ class Metrics:
             self._histogram(requests.ITL).add(event.gaps.buckets, event.gaps.total)
         if event.tenant is not None:
             tokens = (event.prompt_tokens or 0) + (event.completion_tokens or 0)
-            self._count(requests.TENANT_TOKENS, self._tenant(event.tenant), by=tokens)
+            tenant = self._values.shown(requests.TENANT, event.tenant)
+            self._count(requests.TENANT_TOKENS, tenant, by=tokens)
         counts = self._counts[requests.TOKENS.name]
         counts["prompt",] += event.prompt_tokens or 0
         counts["completion",] += event.completion_tokens or 0
 
     def _request(self, event: RequestEnded) -> None:
         model = event.model or ""
-        if model not in self._models:
+        if not self._values.has(requests.MODEL, model):
             # The client chooses the model's name: one that no engine serves must not make a time
             # series. Some engines serve any name, and an engine also chooses the names that it
             # lists.
-            is_label = (
-                event.outcome == "ok"
-                and len(model) <= MAX_MODEL
-                and (not model or self._lists(model))
-            )
-            if is_label and len(self._models) < MAX_MODELS:
-                self._models.add(model)
-            else:
-                model = "other"
+            is_served = event.outcome == "ok" and (not model or self._lists(model))
+            model = self._values.shown(requests.MODEL, model) if is_served else OTHER
         counts = self._counts[requests.REQUESTS.name]
         if (model, event.endpoint, event.outcome) not in counts:
             for outcome, _ in requests.OUTCOMES:

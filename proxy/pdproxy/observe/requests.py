@@ -131,13 +131,22 @@ REASONS = (
 _NO_WAIT = 0.0005
 """Seconds. Whoever has token ids in less has not waited for them."""
 STATUS_OF = {reason.value: status for reason, status, _ in REASONS}
+MODEL = Label(
+    "model", text='a model that an engine lists and that was served; else "other"', most=100
+)
+TENANT = Label(
+    "tenant",
+    text='a name of the file of keys or of overload.weights; "other" for other names in '
+    "overload.tenant_header",
+    most=1000,
+)
 REQUESTS = counter(
     "pdproxy_requests_total",
     "requests",
     "Requests of engines' routes that have ended, however: also those with a wrong key, and "
     "those that no engine was asked for. "
     "What was refused before its body was complete is in pdproxy_early_refusals_total only",
-    Label("model", text='a model that an engine lists and that was served; else "other"'),
+    MODEL,
     Label("endpoint", text="the route's path"),
     Label("outcome", OUTCOMES),
 )
@@ -177,11 +186,7 @@ TENANT_TOKENS = counter(
     "tokens",
     "Tokens of prompts and answers by tenant, of requests that have ended: counted as "
     "pdproxy_tokens_total",
-    Label(
-        "tenant",
-        text='a name of the file of keys or of overload.weights; "other" for other names in '
-        "overload.tenant_header",
-    ),
+    TENANT,
 )
 REFUSALS = counter(
     "pdproxy_refusals_total",

@@ -20,6 +20,7 @@ from pdproxy.deciding.local_admission import LocalAdmission
 from pdproxy.deciding.local_quotas import Levels, LocalQuotas, decode_levels, encode_levels
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.description import MergeRule, counter, gauge
+from pdproxy.observe.label_values import LabelValues
 from pdproxy.observe.logs import Log
 from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.prompt_shares import PoolPrompts
@@ -39,6 +40,7 @@ from pdproxy.workers.followed_members import FollowedMembers
 from pdproxy.workers.heirs import ADOPT, ADOPTED
 from pdproxy.workers.kept import KEPT, Keeper
 from pdproxy.workers.keys import KEYS, KeysForWorkers, credentials_of_worker
+from pdproxy.workers.label_values import SharedLabelValues
 from pdproxy.workers.links import Message
 from pdproxy.workers.log_level import LevelOfAll, follow
 from pdproxy.workers.members import MembersOfAll
@@ -91,6 +93,7 @@ class WorkersMemory:
         """See `SoleProcess`. All workers have the same one."""
         self.pools = [PoolMemory(processes) for _ in range(pools)]
         self.custody = SharedRecords(processes, custody_records.UNITS)
+        self.label_values = SharedLabelValues()
         self.kept: dict[str, bytes] = {}
         """What the scheduler process has kept for its successor. Not shared: a process has a copy
         from its fork.
@@ -229,6 +232,10 @@ class WorkerShare:
         for name, level in self._levels.items():
             if before.get(name) != level:
                 self.keeper.keep(f"{LEVELS} {name}", encode_levels({name: level}))
+
+    def label_values(self) -> LabelValues:
+        """See `Share`."""
+        return self._shared.label_values.of_process()
 
     def pool(self, at: int) -> WorkerPoolShare:
         """See `Share`."""

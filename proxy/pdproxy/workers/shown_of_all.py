@@ -203,9 +203,17 @@ class ShownOfAll(Shown):
         return encode(await self._told())
 
 
-def add_up(past: bytes, report: bytes) -> bytes:
-    """Return the counts of dead workers with those of one more."""
-    return encode(merged([*([decode(past)] if past else []), decode(report)]))
+def add_up(past: bytes, report: bytes, present: Collection[bytes]) -> bytes:
+    """Return the counts of dead workers with those of one more, without engines that neither its
+    report has nor those of the workers that live: they were removed.
+    """
+    last = decode(report)
+    if not past:
+        return encode(merged([last]))
+    left = decode(past)
+    if present:  # else nobody says which engines there are
+        left = left.without_gone([last, *map(decode, present)])
+    return encode(merged([left, last]))
 
 
 def of_scheduler(found: Snapshot) -> Snapshot:

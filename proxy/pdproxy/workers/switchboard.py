@@ -8,7 +8,7 @@ it after it has ended.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import msgspec
@@ -60,10 +60,14 @@ decode_asked = msgspec.msgpack.Decoder(AskedWorkers).decode
 
 class Switchboard:
     """Passes questions and answers on. `add_up` makes one report of what is left of dead workers
-    and of one more.
+    and of one more; it is also given the reports of the workers that live.
     """
 
-    def __init__(self, supervisor: Supervisor, add_up: Callable[[bytes, bytes], bytes]) -> None:
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        add_up: Callable[[bytes, bytes, Collection[bytes]], bytes],
+    ) -> None:
         self._supervisor = supervisor
         self._add_up = add_up
         self._questions: OrderedDict[int, _Question] = OrderedDict()
@@ -96,7 +100,7 @@ class Switchboard:
         for question in list(self._questions):
             self._pass_on(LAST, question, number, report)
         if report:
-            self._past = self._add_up(self._past, report)
+            self._past = self._add_up(self._past, report, self._reports.values())
 
     def _ask(self, worker: WorkerProcess, message: Message) -> None:
         self._last += 1
