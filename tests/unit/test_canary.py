@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from pdproxy.fleet import canary
-from pdproxy.fleet.canary import Canaries
+from pdproxy.fleet.canary import MAX_TOKENIZERS, Canaries
 from pdproxy.kit.errors import EngineRefusedError, EngineTimeoutError, Wait
 from pdproxy.observe.events import Observers, TokenizerJudged
 from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
@@ -299,6 +299,24 @@ async def test_a_named_tokenizer_is_for_all() -> None:
     assert trusted.tokenizer is named
     assert engines.roots == []
     engines.threads.shutdown()
+
+
+async def test_an_engine_that_names_its_model_in_ever_other_ways(engines: Engines) -> None:
+    """Each way is a tokenizer of its own: those that no engine names any more are forgotten, and
+    that of another engine stays.
+    """
+    engines.up(D)
+    await engines.canaries.look()
+    for number in range(3 * MAX_TOKENIZERS):
+        engines.cards = [ModelCard("tiny", f"/m/{number}", None)]
+        engines.up(P, started=2.0 + number)
+        assert await engines.canaries.look()
+    assert len(engines.canaries._found) <= MAX_TOKENIZERS
+    engines.cards = [ModelCard("tiny", "/m", None)]
+    engines.up(P, started=1000.0)
+    assert await engines.canaries.look()
+    assert engines.roots.count("/m") == 1
+    assert engines.canaries.trusted("tiny", Route.CHAT) is not None
 
 
 async def test_an_engine_that_was_removed_does_not_count(engines: Engines) -> None:

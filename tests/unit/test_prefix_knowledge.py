@@ -449,6 +449,19 @@ def test_the_field_joins_the_clients_own(own, sent):
     assert parsed.fields == before
 
 
+def test_a_refusal_that_comes_behind_the_removal_of_its_engine_is_not_kept():
+    """Engines with ever other addresses leave nothing."""
+    world = World()
+    for number in range(50):
+        url = f"http://engine-{number}:1"
+        world.knowledge.add(url, UNIT, 500)
+        world.knowledge.refuses_reports(url)
+        world.knowledge.remove(url)
+        world.knowledge.refuses_reports(url)
+    world.knowledge.refuses_reports(FED)
+    assert world.knowledge.refreshing._refusals == {FED: 1}
+
+
 def test_a_large_field_of_a_client_stays_as_it_is():
     parsed = parse(
         Route.COMPLETIONS, msgspec.json.encode({"prompt": "p", "vllm_xargs": {"a": "x" * 70_000}})

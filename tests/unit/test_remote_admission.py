@@ -430,3 +430,38 @@ async def test_the_supervisor_keeps_what_keys_have_left() -> None:
     keep(memory.kept, sent[0])
     _, successor = begun()
     assert successor.level == first.level == 750
+
+
+async def test_names_that_have_their_whole_minute_again_are_forgotten() -> None:
+    """Each of many names is used once: nothing is kept of those that have filled up, here or in the
+    supervisor, nor of names without such limits. What becomes known behind the end still counts.
+    """
+    time = 0.0
+    limits = {f"n{number}": KeyLimits(rpm=60, tpm=600) for number in range(200)}
+    limits |= {f"i{number}": KeyLimits(inflight=4) for number in range(200)}
+    memory, sent, clients = WorkersMemory(2, 1), list[Message](), Scheduler()
+    share, quotas = memory.of(1, sent.append), LocalQuotas(lambda: limits, lambda: time)
+    share.admission(lambda: clients.admission, clients.clients)
+    share.quotas(lambda: quotas, lambda: limits)
+    runs = quotas.begin("i7")
+    for name in limits:
+        time += 0.25
+        use = quotas.begin(name)
+        assert use is not None
+        await use.reserve(10, 20)
+        use.end(15)
+        share.tell_levels()
+        await settled()
+        for message in sent:
+            keep(memory.kept, message)
+        sent.clear()
+        assert len(memory.kept) <= 10
+        assert len(quotas._accounts) <= 10
+    assert list(quotas._accounts) == ["i7"]
+    assert runs is not None
+    runs.end(0)
+    quotas.charge("n3", 700, 0)
+    share.tell_levels()
+    assert list(quotas._accounts) == ["n3"]
+    with pytest.raises(LimitError):
+        quotas.begin("n3")

@@ -54,6 +54,10 @@ class Bucket:
         )
         self.since = now
 
+    def is_full(self, now: float) -> bool:
+        """Return whether it holds a whole minute by now."""
+        return self.seconds_until(self.per_minute) <= now - self.since
+
     def seconds_until(self, level: float) -> float:
         """Return when it will have filled to a level."""
         return (level - self.level) * _MINUTE / self.per_minute
@@ -95,6 +99,11 @@ class Account:
         """Charge tokens that became known behind the end of a request. `own`: see `most_of`."""
         if self.tokens is not None:
             self.tokens.level -= self.bounded(tokens, own)
+
+    def is_as_new(self, now: float) -> bool:
+        """Return whether nothing would change if it was made anew."""
+        buckets = (self.requests, self.tokens)
+        return not self.inflight and all(one is None or one.is_full(now) for one in buckets)
 
     def change(self, limits: KeyLimits, now: float) -> None:
         """Follow changed limits: what was used counts on."""
@@ -280,14 +289,24 @@ class LocalQuotas:
 
     def charge(self, key: str, tokens: int, own: int) -> None:
         """Charge tokens that became known behind the end of a request. `own`: see `most_of`."""
-        if (account := self._accounts.get(key)) is not None:
+        account, limits = self._accounts.get(key), self._limits_of(key)
+        if account is None and limits is not None:
+            account = self._account(key, limits)
+        if account is not None:
             account.charge(tokens, own)
+
+    def forget_unused(self) -> None:
+        """Forget what is as new: of the names of thousands of keys few are in use."""
+        now = self._now()
+        for name in [name for name, one in self._accounts.items() if one.is_as_new(now)]:
+            del self._accounts[name]
 
     def levels(self) -> dict[str, Levels]:
         """Return the levels of names that have used some of theirs."""
         return {
             name: Levels(_level(account.requests), _level(account.tokens, account.reserved))
             for name, account in self._accounts.items()
+            if account.requests is not None or account.tokens is not None
         }
 
     def take_over(self, levels: Mapping[str, Levels]) -> None:

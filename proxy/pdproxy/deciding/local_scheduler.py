@@ -280,7 +280,7 @@ class LocalScheduler:
     def refuses_reports(self, url: str) -> None:
         """See `Scheduler`."""
         if self._knowledge is not None:
-            self._knowledge.refreshing.refuses(url)
+            self._knowledge.refuses_reports(url)
 
     # -- what legs show
 

@@ -44,6 +44,10 @@ MAX_ANSWER = 64 << 10
 """Bytes of an engine's ids of one canary."""
 MAX_NAMES = 16_384
 """Names of models that are remembered. Beyond that, names that no engine lists are forgotten."""
+MAX_TOKENIZERS = 16
+"""Tokenizers that are kept beside those of engines that are there. An engine may name one model in
+any number of ways.
+"""
 _NO_ROUTE = (403, 404, 405, 501)
 _NOTHING: Mapping[bool, ContentFormat] = {False: "string", True: "string"}
 
@@ -379,6 +383,8 @@ class Canaries:
     async def _tokenizer_of(self, root: str) -> LocalTokenizer:
         found = self._found.get(root)
         if found is None:  # engines are asked at the same time, and share the tokenizer
+            if len(self._found) >= MAX_TOKENIZERS:
+                self._forget_unused()
             found = self._found[root] = asyncio.ensure_future(
                 self._thread(lambda: self._find(root))
             )
@@ -388,6 +394,13 @@ class Canaries:
             if self._found.get(root) is found:
                 del self._found[root]  # it may be there when an engine comes up again
             raise
+
+    def _forget_unused(self) -> None:
+        """Forget the tokenizers of engines that are gone, or that name other models now."""
+        used = {id(judgement.tokenizer) for _, _, judgement in self._judgements()}
+        for root, found in list(self._found.items()):
+            if found.done() and (found.exception() or id(found.result()) not in used):
+                del self._found[root]
 
     async def _thread(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

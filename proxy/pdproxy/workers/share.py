@@ -226,6 +226,7 @@ class WorkerShare:
         """Have the parent keep what keys have left, for the next scheduler process."""
         if self._quotas is None:
             return
+        self._quotas.forget_unused()
         before, self._levels = self._levels, self._quotas.levels()
         for name in before.keys() - self._levels.keys():
             self.keeper.keep(f"{LEVELS} {name}", None)

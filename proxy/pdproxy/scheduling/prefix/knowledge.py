@@ -304,6 +304,13 @@ class Knowledge:
         ):
             self.refreshing.wanted(url, self._key_behind(beginning, prediction.tokens))
 
+    def refuses_reports(self, url: str) -> None:
+        """Note that an engine refuses a request that would have it report. One that was removed is
+        forgotten already.
+        """
+        if url in self._engines:
+            self.refreshing.refuses(url)
+
     def _is_one_off(self, engine: _Engine, error: int, reported: int) -> bool:
         """Learn whether an engine drops a prompt's last block. Return whether an error may come
         from that.
