@@ -14,9 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pdproxy.workers import links
+from pdproxy.workers import links, supervisor
 from pdproxy.workers.links import Link, Message, pair
-from pdproxy.workers.supervisor import Supervisor, WorkerProcess
+from pdproxy.workers.supervisor import Supervisor, SupervisorTimes, WorkerProcess
 from tests.fakes.toy_workers import REFUSALS
 
 PATIENCE = 180.0
@@ -368,3 +368,55 @@ def test_a_worker_that_does_not_read_is_killed(monkeypatch: pytest.MonkeyPatch) 
     assert killed == [7]
     worker.link.close()
     end.close()
+
+
+def test_time_without_a_processor_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that could run, but had no processor, is not killed for that, up to the time for
+    which the slowest process may be silent; one that has had its time is.
+    """
+    now, queued, killed = 1000.0, 0.0, list[float]()
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: now)
+    monkeypatch.setattr(supervisor, "queued_seconds", lambda _: queued)
+    monkeypatch.setattr(supervisor.os, "kill", lambda *_: killed.append(now))
+    made = Supervisor(
+        1, lambda *_: 0, lambda _: None, 1.0, SupervisorTimes(ping=1e9), for_all="for all"
+    )
+    last = made.workers[1]
+    made.workers[0].heard, made.workers[0].due = now, 1e9
+    last.pid, last.ready, last.heard = 1, True, now
+
+    def passes(seconds: float, of_them_queued: float) -> None:
+        nonlocal now, queued
+        for _ in range(round(seconds * 10)):
+            now, queued = now + 0.1, queued + of_them_queued / seconds / 10
+            made._look()
+
+    passes(5.0, 4.5)
+    assert killed == []
+    passes(1.0, 0.0)
+    assert len(killed) == 1
+    killed.clear()
+    last.heard, last.excused = now, 0.0
+    passes(20.0, 20.0)
+    assert killed == []
+    passes(2.0, 2.0)
+    assert len(killed) == 1
+
+
+def test_what_the_system_says_of_processors() -> None:
+    """A process that does not exist has waited for none."""
+    assert supervisor.queued_seconds(os.getpid()) >= 0.0
+    assert supervisor.queued_seconds(None) == 0.0
+    busy, waited = list[int](), 0.0
+    for _ in range(2 * len(os.sched_getaffinity(0)) + 1):
+        if (pid := os.fork()) == 0:
+            end = time.process_time() + 0.05
+            while time.process_time() < end:
+                pass
+            os._exit(0)
+        busy.append(pid)
+    for pid in busy:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        waited += supervisor.queued_seconds(pid)
+        os.waitpid(pid, 0)
+    assert waited > 0.0

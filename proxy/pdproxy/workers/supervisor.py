@@ -26,6 +26,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
@@ -52,8 +53,9 @@ _LONGEST_WAIT = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SupervisorTimes:
-    """In seconds. `ping`: between two pings; `silent`: without an answer a worker is killed;
-    `first`: the same for its start. `ping_for_all`, `silent_for_all`: those of the process that
+    """In seconds. `ping`: between two pings; `silent`: without an answer a worker is killed, not
+    counting those in which it waited for a processor, up to as many again; `first`: the same for
+    its start. `ping_for_all`, `silent_for_all`: those of the process that
     works for all, for which requests wait.
 
     `pauses`: before the first, second, ... start again within a short time, the last one for all
@@ -90,7 +92,11 @@ class WorkerProcess:
     """When it was started."""
     pinged: float = 0.0
     heard: float = 0.0
-    """When it last showed that its event loop runs."""
+    """When it last showed that its event loop runs; later by the time in which it could not."""
+    queued: float = 0.0
+    """For how many seconds it had waited for a processor then."""
+    excused: float = 0.0
+    """By how many seconds `heard` is later."""
     deaths: int = 0
     """How often it has ended since it was last well."""
     due: float = 0.0
@@ -116,6 +122,15 @@ class Watcher(Protocol):
 
     def ready(self, worker: WorkerProcess) -> None:
         """A worker serves."""
+
+
+def queued_seconds(pid: int | None) -> float:
+    """Return for how long a process's main thread has been able to run and had no processor; 0 if
+    the system does not say so.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
 
 
 class RefusedError(Exception):
@@ -462,8 +477,10 @@ class Supervisor:
         # it has ended, which is found behind the last that it has sent
         with contextlib.suppress(LinkError):
             worker.link.flush()
+        if messages:
+            worker.heard, worker.excused = time.monotonic(), 0.0
+            worker.queued = queued_seconds(worker.pid)
         for message in messages:
-            worker.heard = time.monotonic()
             if message.kind == READY:
                 worker.ready = True
                 self._any_ready = self._any_ready or not worker.is_for_all
@@ -491,6 +508,16 @@ class Supervisor:
             return self._times.silent_for_all
         return self._times.silent
 
+    def _excuse(self, worker: WorkerProcess) -> None:
+        """Do not count the time in which a worker that is silent waited for a processor: a
+        successor would wait as long, and has more to do.
+        """
+        queued = queued_seconds(worker.pid)
+        waited = min(queued - worker.queued, self._times.silent - worker.excused)
+        worker.queued = queued
+        worker.excused += waited
+        worker.heard += waited
+
     def _look(self) -> None:
         """Do what is due: pings, the end of workers that are silent or late, starts."""
         now, times = time.monotonic(), self._times
@@ -502,8 +529,10 @@ class Supervisor:
                 worker.pinged = now
                 self.send(worker, Message(PING))
             if worker.pid is not None and now - worker.heard > (most := self._silence(worker)):
-                worker.heard = now
-                self._kill(worker, f"it has answered nothing for {most:g} s")
+                self._excuse(worker)
+                if now - worker.heard > most:
+                    worker.heard = now
+                    self._kill(worker, f"it has answered nothing for {most:g} s")
         self._looked = now
         if self._end_by is not None:
             if now >= self._end_by:
