@@ -81,10 +81,6 @@ LEFT = {"files": 4.0, "tasks": 2.0}
 """How many more there may be behind all than before: probes that are under way."""
 SAMPLES = 10
 """So many samples are judged at least."""
-_NOT_COUNTED = ("#", "pdproxy_requests_total{")
-"""Lines that are no series, and the series of each model, route and outcome: with many adapters
-they come for hours.
-"""
 _TASKS = re.compile(r"^pdproxy_tasks (\S+)$", re.MULTILINE)
 
 
@@ -214,7 +210,7 @@ def sample(at: Stage, began: float, logged: int = 0) -> Sample:
         time.monotonic() - began,
         *_sums(processes.values()),
         float(tasks),
-        float(sum(not line.startswith(_NOT_COUNTED) for line in page.splitlines())),
+        float(sum(not line.startswith("#") for line in page.splitlines())),
         (at.log.stat().st_size - logged) / 1024,
         processes,
     )
