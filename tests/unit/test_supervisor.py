@@ -14,9 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pdproxy.workers import links, supervisor
+from pdproxy.workers import links
 from pdproxy.workers.links import Link, Message, pair
-from pdproxy.workers.supervisor import Supervisor, SupervisorTimes, WorkerProcess
+from pdproxy.workers.supervisor import Supervisor, SupervisorTimes, WorkerProcess, queued_seconds
 from tests.fakes.toy_workers import REFUSALS
 
 PATIENCE = 180.0
@@ -375,11 +375,16 @@ def test_time_without_a_processor_is_no_silence(monkeypatch: pytest.MonkeyPatch)
     which the slowest process may be silent; one that has had its time is.
     """
     now, queued, killed = 1000.0, 0.0, list[float]()
-    monkeypatch.setattr(supervisor.time, "monotonic", lambda: now)
-    monkeypatch.setattr(supervisor, "queued_seconds", lambda _: queued)
-    monkeypatch.setattr(supervisor.os, "kill", lambda *_: killed.append(now))
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr("pdproxy.workers.supervisor.queued_seconds", lambda _: queued)
+    monkeypatch.setattr(os, "kill", lambda *_: killed.append(now))
     made = Supervisor(
-        1, lambda *_: 0, lambda _: None, 1.0, SupervisorTimes(ping=1e9), for_all="for all"
+        1,
+        lambda *_: 0,
+        lambda _: SimpleNamespace(),
+        1.0,
+        SupervisorTimes(ping=1e9),
+        for_all="for all",
     )
     last = made.workers[1]
     made.workers[0].heard, made.workers[0].due = now, 1e9
@@ -405,8 +410,8 @@ def test_time_without_a_processor_is_no_silence(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_the_system_says_of_processors() -> None:
     """A process that does not exist has waited for none."""
-    assert supervisor.queued_seconds(os.getpid()) >= 0.0
-    assert supervisor.queued_seconds(None) == 0.0
+    assert queued_seconds(os.getpid()) >= 0.0
+    assert queued_seconds(None) == 0.0
     busy, waited = list[int](), 0.0
     for _ in range(2 * len(os.sched_getaffinity(0)) + 1):
         if (pid := os.fork()) == 0:
@@ -417,6 +422,6 @@ def test_what_the_system_says_of_processors() -> None:
         busy.append(pid)
     for pid in busy:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        waited += supervisor.queued_seconds(pid)
+        waited += queued_seconds(pid)
         os.waitpid(pid, 0)
     assert waited > 0.0
