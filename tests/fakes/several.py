@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdproxy.app.compose import Proxy
@@ -26,6 +27,7 @@ from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Contract, Dispatch
+from pdproxy.workers import starting
 from pdproxy.workers.kept import KEEP, keep
 from pdproxy.workers.links import Message, pair
 from pdproxy.workers.share import WorkerShare, WorkersMemory
@@ -43,11 +45,17 @@ WORKERS = int(os.environ.get("PDPROXY_TEST_WORKERS", "1"))
 
 class Several:
     """What the workers share, and the parent's part of passing questions on. The first of them
-    leads: there is no scheduler process.
+    leads: there is no scheduler process. `pair`: makes connected sockets.
     """
 
-    def __init__(self, count: int, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        count: int,
+        now: Callable[[], float],
+        pair: Callable[[], tuple[socket.socket, socket.socket]] = pair,
+    ) -> None:
         self.restarts = self.restarts_for_all = 0
+        self._pair = pair
         self.workers = [
             WorkerProcess(number, pid=number + 1, ready=True) for number in range(count)
         ]
@@ -70,17 +78,20 @@ class Several:
         """As the supervisor does, without sockets."""
         asyncio.get_running_loop().call_soon(self.shares[worker.number].received, message)
 
-    def connect(self) -> None:
+    def connect(self, proxies: Sequence[Proxy]) -> None:
         """As the supervisor does: give the first one and each other one a pair of sockets. It
-        chooses for all.
+        chooses for all, and tells them while it does not know the engines yet.
         """
         first, *others = self.shares
         for other in others:
-            for share, end in zip((first, other), pair(), strict=True):
+            for share, end in zip((first, other), self._pair(), strict=True):
                 share.connect(end)
         for share in self.shares:
             share.listen()
         first.choose()
+        starting.tell(first.links.publisher, proxies[0])
+        for other, proxy in zip(others, proxies[1:], strict=True):
+            starting.follow(other.links.link.subscriber, proxy)
 
 
 _NAMED = Attempt._named_dispatch
@@ -115,7 +126,7 @@ class Built:
                     ids._worker = ""
 
             Attempt._named_dispatch = named  # type: ignore[method-assign, assignment]
-            self.several.connect()
+            self.several.connect(self.proxies)
         for proxy, share in zip(self.proxies, self.shares, strict=True):
             share.start(proxy.tasks)
             proxy.start()

@@ -440,7 +440,7 @@ async def world(
                 if other is not engine:
                     other.meet(engine)
     if several is not None:
-        several.connect()
+        several.connect(made.workers)
     for worker, share in zip(made.workers, shares, strict=True):
         share.start(worker.tasks)
         if probed:

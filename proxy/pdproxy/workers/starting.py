@@ -1,5 +1,6 @@
 """Why the proxy does not know its engines yet: the scheduler process follows the sources of
-engines, and all workers take no requests until one has answered.
+engines, and all workers take no requests until one has answered. A worker that was not told yet
+does not know either: the scheduler process may still wait for an answer.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pdproxy.workers.subscriber import Subscriber
 
 STARTING = "starting"
 """The topic. It has no value once a source has answered."""
+UNTOLD = "starting: the scheduler process has not said which engines there are"
 
 
 def tell(publisher: Publisher, proxy: Proxy) -> None:
@@ -33,4 +35,4 @@ def tell(publisher: Publisher, proxy: Proxy) -> None:
 def follow(subscriber: Subscriber, proxy: Proxy) -> None:
     """Have a worker show it."""
     told = subscriber.subscribe(STARTING, str, lambda _, __: None, is_whole=True)
-    proxy.readiness.why_starting = lambda: told.values.get("")
+    proxy.readiness.why_starting = lambda: told.values.get("") if told.has_all else UNTOLD
