@@ -350,6 +350,19 @@ def test_what_the_scheduler_shows_is_no_part_of_the_workers() -> None:
     assert own.workers == 0
 
 
+def test_seconds_that_pass_between_answers_make_no_second_detail() -> None:
+    """The breaker of an engine is the same one at all workers."""
+    last = "decode http://d:1: failed 3 times in a row, its breaker is open for"
+    open_, ok = f"{last} 9.8 s", OperationState.OK
+    found = together({0: _ready(ok, f"{last} 10.0 s"), 1: _ready(ok, f"{last} 9.9 s")}, (), 2)
+    assert found.details == [f"{last} 10.0 s"]
+    told = {0: _ready(ok), 1: _ready(ok, f"{last} 9.9 s", "a 1.2 s"), 2: _ready(ok, open_)}
+    assert together(told, (), 2).details == [f"worker 1: {last} 9.9 s", "worker 1: a 1.2 s", open_]
+    other = f"{last.replace('3', '4')} 9.9 s"
+    found = together({0: _ready(ok, open_), 1: _ready(ok, other)})
+    assert found.details == [f"worker 0: {open_}", f"worker 1: {other}"]
+
+
 def test_all_are_ready_together() -> None:
     """What all say is said once; what one says alone has its number."""
     found = together({0: _ready(OperationState.OK, "a", "b"), 1: _ready(OperationState.OK, "b")})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
@@ -34,6 +35,7 @@ from pdproxy.workers.siblings import SCHEDULER as SCHEDULER_NAME
 from pdproxy.workers.siblings import LinkedSiblings
 from pdproxy.workers.switchboard import REPORT
 
+_SECONDS = re.compile(r"\b[0-9]+(\.[0-9]+)? s\b")
 REPORT_EVERY = 1.0
 """Seconds between two reports of a worker's counts: what a killed one has counted since its last
 report is lost.
@@ -259,13 +261,19 @@ def together(
 
 
 def _details(found: dict[int, Readiness], workers: dict[int, Readiness]) -> list[str]:
-    counts = Counter(detail for one in workers.values() for detail in dict.fromkeys(one.details))
-    shown: dict[str, None] = {}
+    counts = Counter(same for one in workers.values() for same in set(map(_same, one.details)))
+    shown: dict[str, str] = {}
     for number, one in found.items():
         for detail in one.details:
-            is_of_all = counts[detail] == len(workers) or number not in workers
-            shown[detail if is_of_all else f"worker {number}: {detail}"] = None
-    return list(shown)
+            is_of_all = counts[_same(detail)] == len(workers) or number not in workers
+            text = detail if is_of_all else f"worker {number}: {detail}"
+            shown.setdefault(_same(text), text)
+    return list(shown.values())
+
+
+def _same(detail: str) -> str:
+    """Return what of a detail is the same at all workers: time passes between their answers."""
+    return _SECONDS.sub("s", detail)
 
 
 def _name(number: int, workers: Collection[int]) -> str:
