@@ -332,13 +332,14 @@ async def test_answers_that_are_no_evidence(answers: dict[str, Any], line: str |
     printable.
     """
     found = None
-    async with listening(fake(**{"metrics": NIXL_PAGE, **answers})) as one:
+    engine = fake(**{"metrics": NIXL_PAGE, **answers})
+    async with listening(engine) as one:
         clock = ManualClock()
         looking = asyncio.create_task(look(settings([one], []), LONG, clock))
         while not looking.done() and line is not None:
             await asyncio.sleep(0.01)
         if line is None:  # not a version: it is asked again until the deadline
-            await asyncio.sleep(0.1)
+            await until(lambda: [path for path, _, _ in engine.state.asked].count("version") > 1)
             await clock.reach(LONG)
         found, silent = await looking
     if line is None:

@@ -129,9 +129,11 @@ async def test_an_engine_may_ask_for_our_certificate(ours: Side, theirs: Side) -
         assert line.startswith(f"pools[0].tls.certificate: {ours.certificate}: expires at ")
         shown = w.metric(CERTIFICATE_END.name, setting="pools[0].tls.certificate")
         assert shown == int(ends.timestamp())
-        for engine in w.engines:
-            w.proxy.credentials.forget(engine.url)
-        assert w.metric(CERTIFICATE_END.name) == 0 == len(w.proxy.credentials.shortcomings())
+        for worker in w.workers:
+            for engine in w.engines:
+                worker.credentials.forget(engine.url)
+            assert not worker.credentials.shortcomings()
+        assert w.metric(CERTIFICATE_END.name) == 0
     async with world(0, 1, adjust=behind(ca=theirs.authority), engine_tls=wants) as w:
         assert (
             "does it require a client certificate (tls.certificate)?"

@@ -150,7 +150,8 @@ async def test_changes_while_processes_are_killed(tmp_path: Path) -> None:
         texts.append(
             f"listen: {{port: {port}, workers: 2, admin: '127.0.0.1:{admin}', "
             "operator_routes: everywhere}\n"
-            "deadlines: {drain: 5}\nprobes: {interval: 0.2}\n"
+            # the engines are in this process, which serves 50 clients
+            "deadlines: {drain: 5, probe: 60}\nprobes: {interval: 0.2}\n"
             f"auth: {{api_keys_file: '{keys}'}}\npools:\n- connector: nixl\n{nodes(engines[:2])}"
         )
         return texts[0]
