@@ -121,6 +121,34 @@ def test_events_keep_their_bytes_but_for_the_handle() -> None:
     assert inside.batch_without_inside(clean)[0] is clean
 
 
+@pytest.mark.parametrize("behind", [b"", answers.DONE])
+def test_whole_events_are_read_by_one_call_of_the_parser(
+    behind: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with the end mark behind them. One with a field that names the inside is found among
+    them.
+    """
+    events = [answers.piece(True, "a")] * 9
+    seen: list[bytes] = []
+
+    class Decoder:
+        def decode(self, json: bytes) -> object:
+            seen.append(json)
+            return known.decode(json)
+
+    known = inside._plain_list
+    monkeypatch.setattr(inside, "_plain_list", Decoder())
+    monkeypatch.setattr(inside, "_plain", None)  # nothing is read one by one
+    batch = b"".join(events) + behind
+    assert inside.batch_without_inside(batch) == (batch, None)
+    assert len(seen) == 1
+    monkeypatch.undo()
+    events[4] = events[4].replace(b'"choices"', b'"engine_id":"a","choices"')
+    batch = b"".join(events) + behind
+    shown, _ = inside.batch_without_inside(batch)
+    assert shown == batch.replace(b'"engine_id":"a"', b'"engine_id":null')
+
+
 @pytest.mark.parametrize("takes_ids", [False, True])
 @pytest.mark.parametrize(
     "field", [b'"kv_transfer_params":%b' % HANDLE, b'"engine_id":"a"', b'"at":"http://p1:8000"']

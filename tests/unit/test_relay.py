@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from itertools import pairwise
 from typing import cast
 
@@ -24,11 +24,13 @@ from pdproxy.wire import sse
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.chunks import chunk, whole_chunks
 from tests.fakes import answers
+from tests.fuzz.cost.measure import steps
 
 pytestmark = pytest.mark.timeout(120, method="thread")  # uvloop's own loop does not end by a signal
 
 HEAD = [(b"content-type", b"text/event-stream; charset=utf-8")]
 TEXT = answers.stream(False, 9, [" a", "é🦊", '\\n\\n "data: [DONE]"', "d"], with_usage=True)
+EVENTS = 100
 CHAT = answers.stream(True, 9, [" a", "b"], with_usage=True)
 
 
@@ -327,6 +329,29 @@ async def test_the_ids_of_a_prompt_are_taken_before_anything_is_searched() -> No
     assert relay.budget.held == 0
     assert b'"prompt_token_ids":null' in sink.body
     assert ids[1:50] not in sink.body
+
+
+def test_a_stream_that_comes_in_one_read_takes_few_steps() -> None:
+    """Its plain events are looked at together: each more of them takes a few steps of Python."""
+
+    def reading(data: bytes) -> Coroutine[None, None, int | None]:
+        async def read() -> int | None:
+            relay = Relay(wants_usage=False, takes_ids=True)
+            sink = Sink()
+            relay.head(200, list(HEAD))
+            relay.data(data)
+            relay.flow(sink, cast("EngineConnection", sink))  # type: ignore[arg-type]
+            assert relay.done.done()
+            assert len(relay.fast_path.ids) == data.count(b'"token_ids":[')
+            return None
+
+        return read()
+
+    role, piece, *_, usage, done = CHAT
+    plain = piece.replace(b'"token_ids":null', b'"token_ids":[7]')
+    ending = answers.piece(True, "b", finish="stop") + usage + done
+    few, many = (steps(reading, role + plain * count + ending) for count in (2, EVENTS + 2))
+    assert many - few < 5 * EVENTS
 
 
 async def test_an_event_has_one_list_of_ids_at_most() -> None:

@@ -138,3 +138,44 @@ def test_crumbs(crumb: bytes) -> None:
     assert not sse.has_tiny_lines(crumb * 200)
     assert not sse.has_tiny_lines(answers.piece(False, "") * 2000)
     assert not sse.has_tiny_lines(answers.DONE)
+
+
+EVENTS = st.lists(
+    st.sampled_from(
+        [
+            answers.role(),
+            answers.piece(True, "a"),
+            answers.piece(True, 'é "finish_reason":"stop"'),
+            answers.piece(True, "b", finish="stop"),
+            answers.usage_event(True, 3, 4),
+            answers.DONE,
+            b": ping\n\n",
+            *ERRORS,
+        ]
+    ),
+    max_size=6,
+)
+
+
+@given(EVENTS)
+def test_what_is_plain_at_the_beginning_is_found_at_once(events: list[bytes]) -> None:
+    """Nothing of that is special, not even alone; it goes to the first end of a choice if nothing
+    else is in front of that.
+    """
+    batch = b"".join(events)
+    size = sse.plain_size(batch)
+    plain = batch[:size].split(sse.END)[:-1]
+    assert [event + sse.END for event in plain] == events[: len(plain)]
+    assert not any(sse.may_be_special(event + sse.END) for event in plain)
+    ended = next((at for at, event in enumerate(events) if sse.is_last_of_choice(event)), None)
+    before = events[:ended]
+    expected = 0 if not before or any(map(sse.may_be_special, before)) else len(before)
+    assert len(plain) == expected
+
+
+@given(st.lists(st.sampled_from([b"a", b"\n", b"\n\n", b"123,"]), max_size=12).map(b"".join))
+def test_the_ends_of_events_are_found_by_one_byte_first(read: bytes) -> None:
+    """As a search for the two bytes finds them."""
+    assert sse.has_end(read) == (sse.END in read)
+    end = read.rfind(sse.END)
+    assert sse.whole_size(read) == (end + len(sse.END) if end >= 0 else 0)

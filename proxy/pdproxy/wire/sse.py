@@ -205,6 +205,33 @@ def may_be_special(batch: bytes) -> bool:
     )
 
 
+def plain_size(batch: bytes) -> int:
+    """Return how many bytes at the beginning of a batch of whole events are plain data, in front of
+    the first end of a choice; 0 if those may hold something else.
+    """
+    ended = batch.find(_FINISHED)
+    size = len(batch) if ended < 0 else batch.rfind(END, 0, ended) + len(END)
+    return 0 if size < len(END) or may_be_special(batch[:size]) else size
+
+
+def has_end(read: bytes) -> bool:
+    """Return whether a read has the end of an event.
+
+    One byte is found many times as fast as two, and ids of a long prompt have no line feed.
+    """
+    at = read.find(b"\n")
+    return at >= 0 and read.find(END, at) >= 0
+
+
+def whole_size(read: bytes) -> int:
+    """Return how many bytes at the beginning of a read go to the end of its last whole event, 0 if
+    it has none. As fast as `has_end`.
+    """
+    at = read.rfind(b"\n")
+    end = read.rfind(END, 0, at + 1) if at >= 0 else -1
+    return 0 if end < 0 else end + len(END)
+
+
 def payload(event: bytes) -> bytes:
     """Return the JSON of an event without its framing."""
     return event.removeprefix(b"data:").strip()

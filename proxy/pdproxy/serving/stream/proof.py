@@ -18,7 +18,10 @@ def has_real_data(batch: bytes) -> bool:
     """
     if sse.has_tiny_lines(batch):
         raise tiny_lines()
-    real = False
+    plain = sse.plain_size(batch)
+    real = any(not sse.is_role_only(event) for event in batch[:plain].split(sse.END)[:-1])
+    if real:
+        batch = batch[plain:]
     spaced = sse.is_spaced(batch)
     for bare in batch.split(sse.END):
         if not bare:
@@ -36,7 +39,5 @@ def has_real_data(batch: bytes) -> bool:
             break
         if sse.is_usage_only(event):  # no data: it also comes where no choice has got a token
             continue
-        if not real and not sse.may_be_special(batch):
-            return True  # all other events are plain data, too
         real = True
     return real

@@ -309,13 +309,12 @@ class Relay:
         if fast_path.keeps_ids and tokens.are_too_many(batch):
             self._fail(EngineError("the engine sent an event with many lists of token ids"))
             return
-        if (
-            events.every
-            or events.last_events
-            or sse.may_be_special(batch)
-            or inside.may_hide(batch)
-        ):
-            batch = events.filtered(batch)
+        plain = 0
+        if not (events.every or events.last_events or inside.may_hide(batch)):
+            plain = sse.plain_size(batch)
+        if plain < len(batch):
+            rest = events.filtered(batch[plain:])
+            batch = batch[:plain] + rest if plain else rest
             if events.failure is not None:
                 self._fail(events.failure)
         if fast_path.keeps_ids and batch:

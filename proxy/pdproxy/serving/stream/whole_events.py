@@ -26,19 +26,16 @@ def whole_events(share: BudgetShare, read: bytes) -> bytes:
         AnswerTooLargeError: the rest is too large.
     """
     if share.kept:
-        if read.find(sse.END) < 0 and not (read.startswith(b"\n") and share.ends_with(b"\n")):
+        if not sse.has_end(read) and not (read.startswith(b"\n") and share.ends_with(b"\n")):
             # not searched again before its event is whole: each byte of it is copied once
             share.add(read)
             return b""
         read = share.take() + read
     if read.endswith(sse.END):
         return read
-    end = read.rfind(sse.END) + len(sse.END)
-    if end < len(sse.END):
-        share.add(read)
-        return b""
-    share.add(read[end:])
-    return read[:end]
+    size = sse.whole_size(read)
+    share.add(read[size:])
+    return read[:size]
 
 
 class CreationTime:
