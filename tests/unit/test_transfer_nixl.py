@@ -13,6 +13,7 @@ import pytest
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.bodies import alone_body
 from pdproxy.transfer.contract import NO_DISPATCH, Dispatch, Handle
+from pdproxy.transfer.handles import holds_blocks
 from pdproxy.transfer.nixl import NIXL, at_host
 from pdproxy.transfer.refusal import release_body
 from pdproxy.wire.engine import PrefillAnswer, prefill_answer
@@ -233,3 +234,14 @@ def test_a_handle_at_another_host() -> None:
     assert json.loads(placed.params) == params | {"remote_host": "p.example"}
     assert (placed.token_ids, placed.prompt_tokens, placed.remote_request_id) == (b"[1]", 1, "r")
     assert json.loads(at_host(given, 'a"b').params)["remote_host"] == 'a"b'
+
+
+@pytest.mark.parametrize("groups", [1, 2, 40])
+def test_blocks_are_found_in_each_group(groups: int) -> None:
+    """However many groups there are, and also where the engine writes spaces."""
+    full = [[1, 2]] * groups
+    for blocks, holds in ((full, True), ([*full, []], False), ([[], *full], False), (None, False)):
+        text = json.dumps(blocks)
+        assert holds_blocks(text.encode()) == holds
+        assert holds_blocks(text.replace(" ", "").encode()) == holds
+    assert not holds_blocks(b"[[1],null]")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -30,6 +30,7 @@ from pdproxy.wire.prompt_lists import count_in, part, prompts_in
 from pdproxy.wire.request import parse, parse_if_quick
 from pdproxy.wire.route import Route
 from pdproxy.wire.route_form import Alone
+from tests.fuzz.cost.measure import traced
 
 TEXT = st.text(st.sampled_from('"\\[]{},:a\n\u0436\U0001f600'), max_size=6)
 JSON = st.recursive(
@@ -217,3 +218,20 @@ def test_a_schema_without_end_is_not_read_at_all() -> None:
     """
     body = b'{"prompt":"x","response_format":"' + b"x" * body_bounds.LARGE + b'"}'
     assert parse(Route.COMPLETIONS, body).alone is Alone.UNUSUAL
+
+
+@pytest.mark.parametrize("many", [b'"', b"[", b"{"])
+def test_a_long_text_is_counted_without_a_copy_of_it(many: bytes) -> None:
+    """Its few marks are searched. A body of many has a copy without them."""
+    text = b'{"messages":[{"role":"user","content":"%b"}]}' % (b"a word " * 40_000)
+
+    def reading(body: bytes) -> Coroutine[None, None, int | None]:
+        async def read() -> int | None:
+            assert is_quick(body)
+            return None
+
+        return read()
+
+    assert traced(reading, text)[0] < len(text) / 4
+    assert traced(reading, text.replace(b"word", many, 40))[0] > len(text) / 4
+    assert not is_quick(text.replace(b"a word", many * 6))

@@ -9,7 +9,6 @@ body is counted before it is parsed, and counting makes no object per item.
 from __future__ import annotations
 
 import json
-import re
 from array import array
 from itertools import accumulate
 
@@ -44,7 +43,9 @@ _ALL_BUT_MARKS = bytes(byte for byte in range(256) if byte not in b'"[]{},')
 _BEGIN = (b"[", b"{")
 _COMMAS = b","
 _ONLY_DIGITS = bytes(ord("0") if byte in b"0123456789" else ord(" ") for byte in range(256))
-_SAMPLES = re.compile(rb"[0-9]{3}")
+_FEW = 32
+"""Occurrences of a byte that are searched one by one, without a copy of the body."""
+_THREE_DIGITS = b"000"
 _MANY_DIGITS = b"0" * (MAX_QUICK_DIGITS + 1)
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 
@@ -107,15 +108,19 @@ def is_quick(body: Body) -> bool:
         return False
     # Three samples lie in each run of too many digits. Few prompts have such samples: only those
     # are searched whole.
-    return not _SAMPLES.search(
-        body[:: MAX_QUICK_DIGITS // 3]
-    ) or _MANY_DIGITS not in body.translate(_ONLY_DIGITS)
+    samples = body[:: MAX_QUICK_DIGITS // 3].translate(_ONLY_DIGITS)
+    return _THREE_DIGITS not in samples or _MANY_DIGITS not in body.translate(_ONLY_DIGITS)
 
 
 def _count(body: Body, mark: bytes, most: int) -> int:
     """Return how often a byte occurs, `most` at most. Of a rare byte this is ten times as fast as
-    `count` or `translate`.
+    `count` or `translate`, and of one that occurs a few times faster still.
     """
+    at = -1
+    for count in range(_FEW):
+        at = body.find(mark, at + 1)
+        if at < 0:
+            return count
     return len(body) - len(body.replace(mark, b"", most))
 
 
