@@ -48,10 +48,15 @@ class Load:
     flags: tuple[object, ...]
 
 
+LONG = ("--prompt-bytes", 262_144)
 LOADS = {
     "whole": Load(64, 0, 1200, ("--conc", 32)),
     "streams": Load(64, 0.001, 250, ("--conc", 32, "--stream")),
     "chats": Load(64, 0.001, 250, ("--conc", 32, "--stream", "--chat")),
+    "prompt256k": Load(64, 0, 250, ("--conc", 8, *LONG)),
+    "chat256k": Load(64, 0, 250, ("--conc", 8, *LONG, "--chat")),
+    "chat256k-stream": Load(64, 0, 250, ("--conc", 8, *LONG, "--chat", "--stream")),
+    "chat256k-paced": Load(64, 0.02, 60, ("--conc", 32, *LONG, "--chat", "--stream")),
 }
 COUNTED_START, COUNTED_WARMUP, COUNTED = 400.0, 60, 400
 """With callgrind: seconds for the start, which is fifty times as slow, and requests before and
