@@ -98,6 +98,13 @@ def parser_of_options() -> Parser:
         help="engines of one role each, or all of role any (default: roles)",
     )
     parser.add_argument(
+        "--workers",
+        metavar="N",
+        type=typed(reading.whole(1, 8)),
+        default=1,
+        help="workers of the proxy; with several there is a scheduler process, too (default: 1)",
+    )
+    parser.add_argument(
         "--rate",
         metavar="R",
         type=typed(reading.number(0.0, 1000.0, "requests per second")),
@@ -159,6 +166,7 @@ def run(arguments: argparse.Namespace) -> int:
         connector=arguments.connector,
         notices=arguments.notices,
         pool=arguments.pool,
+        workers=arguments.workers,
         rate=arguments.rate,
         faults=arguments.faults,
         only=arguments.only,

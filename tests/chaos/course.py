@@ -282,7 +282,8 @@ class _Course:
         await asyncio.sleep(quiet_for(self._options))
         self.findings += invariants.quiet(world)
         self.findings += invariants.met(world)
-        self.findings += counts.held(world.proxy)
+        for proxy in world.proxies:
+            self.findings += counts.held(proxy)
         asked = {engine.url for engine in world.engines if not world.is_blind(engine)}
         engines = [
             ledger_engine
@@ -301,5 +302,7 @@ def _timers(world: World) -> int:
     """Return how many timers run, without that which forgets engines that were lost: this one runs
     for as long as anything is remembered.
     """
-    proxy = world.proxy
-    return proxy.front.clock.timers - sum(pool.resources.suspects.remembers for pool in proxy.pools)
+    return sum(
+        proxy.front.clock.timers - sum(pool.resources.suspects.remembers for pool in proxy.pools)
+        for proxy in world.proxies
+    )

@@ -18,6 +18,7 @@ from tests.chaos.finding import Finding, shortened
 from tests.chaos.oracle import BODIES
 from tests.chaos.schedule import Call, Client
 from tests.chaos.trace import Trace
+from tests.chaos.virtual.pairs import DELAYS
 from tests.chaos.world import DEADLINES, World
 
 _CALLS, _WITHIN, _TERM = 12, 1.6, 0.8
@@ -26,6 +27,12 @@ _CLIENTS: tuple[Client, ...] = ("plain", "plain", "plain", "kept", "pipelines", 
 _GONE = 6.0
 """Seconds in which an engine is drained, and nothing of it is left: its leases and its last
 probe.
+"""
+_AT_ONCE = 0.001
+"""Seconds within which the order of two things is not known."""
+_UNANSWERED = 3 * 2 * max(DELAYS) + _AT_ONCE
+"""Seconds in which a request may wait at a worker until the scheduler process has said that it is
+served: it is asked about its key, its tokens and its place. What waits is refused.
 """
 _LONGEST = DEADLINES.drain + DEADLINES.abandoned_prefill + 2 * DEADLINES.release + 2.0
 """Seconds in which a proxy that is asked to stop has ended."""
@@ -47,7 +54,8 @@ class Ending:
         has_notices = self._world.proxy.transfer.contract.handle_from_notice is not None
         # a notice may come of a leg that is remembered
         await asyncio.sleep(_GONE + REMEMBERED * has_notices)
-        return series_left(self._world.proxy.metrics.page().decode(), engine.url)
+        pages = [proxy.metrics.page().decode() for proxy in self._world.proxies]
+        return [found for page in pages for found in series_left(page, engine.url)]
 
     async def _take_out(self, url: str) -> None:
         self._world.proxy.membership.remove(url, SETTINGS)
@@ -81,7 +89,8 @@ class Ending:
             took = loop.time() - asked
         if frozen is not None:
             await frozen.run(frozen.sim.thaw())
-        return stopped(self._visitors.outcomes, asked, took, alone=frozen is None)
+        early = _AT_ONCE if self._world.options.workers == 1 else _UNANSWERED
+        return stopped(self._visitors.outcomes, asked, took, alone=frozen is None, early=early)
 
     async def _come(self, begun: float, call: Call, name: str) -> None:
         await asyncio.sleep(begun + call.at - asyncio.get_running_loop().time())
@@ -101,12 +110,18 @@ def series_left(page: str, url: str) -> list[Finding]:
 
 
 def stopped(
-    outcomes: Iterable[Outcome], asked: float, took: float, *, alone: bool
+    outcomes: Iterable[Outcome],
+    asked: float,
+    took: float,
+    *,
+    alone: bool,
+    early: float = _AT_ONCE,
 ) -> list[Finding]:
     """A proxy that is asked to stop serves what it has begun with, refuses the rest with
     `draining`, and ends in time.
 
-    `asked`: when it was asked; `took`: seconds until all was over; `alone`: nothing else was wrong.
+    `asked`: when it was asked; `took`: seconds until all was over; `alone`: nothing else was wrong;
+    `early`: seconds before, in which a request comes that was not begun with.
     """
     found = [Finding("a proxy ends in time", f"{took:.1f} s")] if took > _LONGEST else []
     for one in outcomes:
@@ -117,7 +132,7 @@ def stopped(
         cut = one.how in ("refused", "cut") and one.began > asked
         late = not alone and one.how == "error" and one.ended >= asked
         if (
-            not (refused and (one.ready is None or one.ready >= asked - 0.001))
+            not (refused and (one.ready is None or one.ready >= asked - early))
             and not cut
             and not late
         ):

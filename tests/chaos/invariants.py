@@ -10,6 +10,7 @@ import gc
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from pdproxy.app.compose import Proxy
 from pdproxy.fleet.engine import Engine
 from pdproxy.kit.tasks import Failures
 from pdproxy.observe.events import Event, HandleEnded, MediaEncoded, RequestEnded
@@ -156,9 +157,10 @@ def balanced(world: World, events: Iterable[Event]) -> list[Finding]:
     for event in events:
         counts[type(event).__name__] += event.count if isinstance(event, MediaEncoded) else 1
     sums: Counter[str] = Counter()
-    for family in world.proxy.metrics.collect():
-        for sample in family.samples:
-            sums[sample.name] += int(sample.value)
+    for proxy in world.proxies:
+        for family in proxy.metrics.collect():
+            for sample in family.samples:
+                sums[sample.name] += int(sample.value)
     pairs = (
         ("pdproxy_requests_total", "RequestEnded"),
         ("pdproxy_kv_handles_ended_total", "HandleEnded"),
@@ -216,7 +218,33 @@ def _is_ours(module: str) -> bool:
 
 def quiet(world: World) -> list[Finding]:
     """Nothing is held: no lease, no handle, no place, no connection, no block."""
-    proxy = world.proxy
+    found = [finding for proxy in world.proxies for finding in _held(proxy)]
+    found += [finding for books in world.books for finding in books.findings()]
+    for engine in world.engines:
+        sim = engine.sim.engine
+        # Where engines push, nothing but a restart frees what a decode engine has reserved for KV
+        # that will not come. The proxy counts that for as long as it has the engine.
+        stuck = sum(
+            proxy.custodian.stuck.snapshot(proxy.custodian.now()).get(engine.url, (0, 0.0))[0]
+            for proxy in world.proxies
+        )
+        if not sim.awaited and (usage := max(stats.kv_cache_usage for stats in sim.rank_stats)):
+            found.append(
+                Finding("blocks are freed", f"{engine.name} uses {usage:.4f} of its blocks")
+            )
+        if sim.handles or len(sim.awaited) > stuck:
+            text = (
+                f"{engine.name} holds {len(sim.handles)} handles, waits for {len(sim.awaited)} "
+                f"pushes, {stuck} are lost"
+            )
+            found.append(Finding("blocks are freed", text))
+        if crashes := engine.sim.crashes:
+            found.append(Finding("the simulator works", f"{engine.name}: {crashes[0]}"))
+    return shortened(found)
+
+
+def _held(proxy: Proxy) -> list[Finding]:
+    """Return what one process of the proxy holds."""
     found = [
         Finding(
             "leases end",
@@ -231,7 +259,6 @@ def quiet(world: World) -> list[Finding]:
         for state, (count, oldest) in proxy.custodian.snapshot().items()
         if count
     ]
-    found += world.books.findings()
     if proxy.custodian.orphans.count:
         found.append(Finding("abandoned prefills end", repr(proxy.custodian.orphans)))
     if proxy.admission.inflight or proxy.admission.waiting:
@@ -245,24 +272,7 @@ def quiet(world: World) -> list[Finding]:
             found.append(Finding("bytes are given back", f"{name}: {held}"))
     if proxy.connections.open:
         found.append(Finding("connections end", f"{proxy.connections.open} of clients are open"))
-    for engine in world.engines:
-        sim = engine.sim.engine
-        # Where engines push, nothing but a restart frees what a decode engine has reserved for KV
-        # that will not come. The proxy counts that for as long as it has the engine.
-        stuck, _ = proxy.custodian.stuck.snapshot(proxy.custodian.now()).get(engine.url, (0, 0.0))
-        if not sim.awaited and (usage := max(stats.kv_cache_usage for stats in sim.rank_stats)):
-            found.append(
-                Finding("blocks are freed", f"{engine.name} uses {usage:.4f} of its blocks")
-            )
-        if sim.handles or len(sim.awaited) > stuck:
-            text = (
-                f"{engine.name} holds {len(sim.handles)} handles, waits for {len(sim.awaited)} "
-                f"pushes, {stuck} are lost"
-            )
-            found.append(Finding("blocks are freed", text))
-        if crashes := engine.sim.crashes:
-            found.append(Finding("the simulator works", f"{engine.name}: {crashes[0]}"))
-    return shortened(found)
+    return found
 
 
 def bodies(engines: Iterable[ChaosEngine]) -> list[Finding]:
@@ -282,7 +292,8 @@ def met(world: World) -> list[Finding]:
     by_run = {engine.in_ledger.run_number: engine.url for engine in world.proxy.engines.values()}
     names = {engine.url: engine for engine in world.engines}
     found = []
-    for prefill_run, decode_run in world.proxy.custodian.contacts.pairs:
+    pairs = {pair for proxy in world.proxies for pair in proxy.custodian.contacts.pairs}
+    for prefill_run, decode_run in pairs:
         if prefill_run in by_run and decode_run in by_run:
             prefill, decode = names[by_run[prefill_run]], names[by_run[decode_run]]
             contacted = decode.sim.engine.contacted

@@ -4,7 +4,7 @@ The number of a seed says how KV moves in it: see `KINDS`. Six seeds in a row ha
 `--others` runs one seed of each other way instead.
 
 Usage: python -m tests.chaos.many [--first 0] [--seeds 50] [--seconds 60] [--faults 1.5] [--jobs 2]
-[--cpu 10] [--others]
+[--cpu 10] [--workers 1] [--others]
 
 The exit code is 1 if a seed has findings, takes more than `--cpu` CPU seconds, or has so few right
 answers that it shows nothing.
@@ -43,6 +43,7 @@ OTHERS: tuple[Options, ...] = (
     *(Options(seed=3, connector=one) for one in CONNECTORS if one not in _SEEN),
     Options(seed=2, prefill=1, decode=2, pool="any"),
     Options(seed=4, prefill=2, decode=2, encode=2),
+    Options(seed=5, workers=2, notices="early"),
 )
 
 
@@ -66,12 +67,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--cpu", type=float, default=10.0, help="CPU seconds of a seed at most (default: 10)"
     )
+    parser.add_argument("--workers", type=int, default=1, help="workers of each proxy (default: 1)")
     parser.add_argument(
         "--others", action="store_true", help="one seed of each way that those have not"
     )
     given = parser.parse_args(arguments)
     seeds = range(given.first, given.first + given.seeds)
-    usual = [Options(seed=one, **KINDS[one % len(KINDS)]) for one in seeds]
+    usual = [Options(seed=one, workers=given.workers, **KINDS[one % len(KINDS)]) for one in seeds]
     runs = [
         replace(one, seconds=given.seconds, faults=given.faults)
         for one in (OTHERS if given.others else usual)

@@ -29,6 +29,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Whether engines have a role each, or all of them (`prefill` and `decode` together) any
     role.
     """
+    workers: int = 1
+    """How many processes serve clients. With several, one more is the scheduler process. All are
+    in the one virtual loop.
+    """
     rate: float = 8.0
     """Requests per second."""
     faults: float = 1.5
@@ -47,6 +51,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             "connector",
             "notices",
             "pool",
+            "workers",
             "rate",
             "faults",
         ):

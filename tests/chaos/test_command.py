@@ -19,8 +19,9 @@ from tests.chaos.options import Options
 
 
 @pytest.mark.timeout(300)
-def test_a_seed_passes_and_replays_exactly_in_another_process() -> None:
-    options = Options(seed=3, seconds=2, rate=10, faults=3)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_seed_passes_and_replays_exactly_in_another_process(workers: int) -> None:
+    options = Options(seed=3, seconds=2, rate=10, faults=3, workers=workers)
     first, second = runner.run_one(options), runner.run_one(options)
     assert first.findings == []
     assert first.calls["right"] > 5

@@ -68,12 +68,18 @@ def test_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     others, _ = asked[1]
     assert kinds.isdisjoint(
         seen := {
-            (one.connector, one.notices) for one in others if one.pool != "any" and not one.encode
+            (one.connector, one.notices)
+            for one in others
+            if one.pool != "any" and not one.encode and one.workers == 1
         }
     )
     assert {connector for connector, _ in kinds | seen} == set(CONNECTORS)
     assert {one.pool for one in others} == {"roles", "any"}
     assert any(one.encode for one in others)
+    assert any(one.workers > 1 for one in others)
+    assert {one.workers for one in runs} == {1}
+    assert many.main(["--workers", "2"]) == 0
+    assert {one.workers for one in asked[2][0]} == {2}
     assert all(
         unsuitable(one) is None and (one.seconds, one.faults) == (9.0, 3.0) for one in others
     )

@@ -10,8 +10,9 @@ import asyncio
 import logging
 import random
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextvars import Context, copy_context
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from uvicorn.server import ServerState
 
 from pdproxy.app.compose import Proxy
 from pdproxy.app.server import uvicorn_config
+from pdproxy.app.share import ALONE, SoleProcess
 from pdproxy.app.watch import Watch
 from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.observe.events import Observer
@@ -28,6 +30,7 @@ from pdproxy.settings.kv import KvReady
 from pdproxy.settings.limits import Deadlines, Limits, Overload
 from pdproxy.settings.listen import Listen
 from pdproxy.settings.schema import Settings
+from pdproxy.workers.share import WorkerShare
 from pdproxy_lab.sim.facts import ConnectorName
 from pdproxy_lab.sim.notice_sender import NoticeSender
 from pdproxy_lab.sim.server import SimServer
@@ -37,9 +40,12 @@ from tests.chaos.kv_books import KvBooks
 from tests.chaos.options import Options
 from tests.chaos.setup import JUDGE, PORT, PROXY, STORED, Place, facts, nodes, places, pool
 from tests.chaos.virtual.connector import VirtualConnector
+from tests.chaos.virtual.loop import VirtualLoop
 from tests.chaos.virtual.network import HOST, VirtualNetwork
 from tests.chaos.virtual.notices import VirtualNotices
+from tests.chaos.virtual.pairs import VirtualPairs
 from tests.chaos.virtual.ports import VirtualPorts
+from tests.fakes.several import Built, Several
 from tests.fakes.world import _Late
 
 CLIENTS = "10.0.2.1"
@@ -145,6 +151,10 @@ class World:
         self.nodes = nodes(options)
         self._observer = observer
         self.proxy: Proxy
+        """The one that chooses engines, and knows who is a member."""
+        self.proxies: list[Proxy]
+        """With it, the workers that serve clients, if these are others."""
+        self._several: Built | None = None
         self.errors: list[str] = []
         """What the proxy logged as an error, and what the loop could not deliver to anybody."""
         self.state = ServerState()
@@ -172,7 +182,7 @@ class World:
             await engine.run(engine.sim.start())
         await self.in_proxy(self._begin_proxy())
         # nothing announces it
-        while not all(ledger_engine.probed for ledger_engine in self.proxy.ledger.engines):
+        while not all(one.probed for proxy in self.proxies for one in proxy.ledger.engines):
             await asyncio.sleep(0.05)
 
     async def _begin_proxy(self) -> None:
@@ -192,8 +202,14 @@ class World:
             probes=Probes(interval=1.0, scrape_interval=4.0),
         )
         chance = random.Random(f"{self.options.seed}/proxy")
-        self.proxy = begin_proxy(settings, self.network, self.state, chance, self._observer)
-        self.books = KvBooks(self.proxy.custodian)
+        given = settings, self.network, self.state, chance, self._observer
+        if self.options.workers > 1:
+            self._several = begin_workers(self.options.workers, *given)
+            self.proxies = self._several.proxies
+        else:
+            self.proxies = [begin_proxy(*given)]
+        self.proxy = self.proxies[0]
+        self.books = [KvBooks(one.custodian) for one in self.proxies]
 
     @property
     def answering(self) -> list[str]:
@@ -252,7 +268,12 @@ class World:
         """Have the proxy do what it does at SIGTERM, but for the end of its parts: it refuses new
         requests meanwhile.
         """
-        await self.in_proxy(self.proxy.drain(self.state.tasks))
+        first, *others = self.proxies
+        await asyncio.gather(
+            *[self.in_proxy(one.drain(self.state.tasks)) for one in others or [first]]
+        )
+        if others:  # the scheduler process ends last
+            await self.in_proxy(first.drain(self.state.tasks))
         self.network.unlisten(PROXY, PORT)
         for connection in list(self.state.connections):
             connection.shutdown()
@@ -261,7 +282,8 @@ class World:
         """Stop everything, after `drain`."""
         for connection in list(self.state.connections):
             connection.transport.abort()
-        await self.in_proxy(self.proxy.stop())
+        stopped = self.proxy.stop() if self._several is None else self._several.stop()
+        await self.in_proxy(stopped)
         self._has_stopped = True
         for engine in (*self.engines, self.judge):
             await engine.run(engine.sim.stop())
@@ -280,25 +302,70 @@ def begin_proxy(
     """Start a proxy where its settings say, in the running virtual loop. `state`: gets its
     connections and tasks.
     """
+    proxy = _built(settings, chance, observers, ALONE)
+    _notices(settings, network, proxy)
+    _listen(settings, network, state, [proxy])
+    proxy.start()
+    return proxy
+
+
+def begin_workers(
+    count: int,
+    settings: Settings,
+    network: VirtualNetwork,
+    state: ServerState,
+    chance: random.Random,
+    *observers: Observer,
+) -> Built:
+    """Start so many workers and a scheduler process, the first of all, as `begin_proxy` does.
+    Connections go to the workers in turns.
+    """
     loop = asyncio.get_running_loop()
-    watch = Watch(
-        observers=observers, connector=VirtualConnector, now=loop.time, chance=chance.random
-    )
-    proxy = Proxy.build(settings, watch=watch)
+    assert isinstance(loop, VirtualLoop)
+    several = Several(count + 1, loop.time, VirtualPairs(loop, loop.ends, chance).pair)
+    proxies = [_built(settings, chance, observers, share) for share in several.shares]
+    made = Built(proxies, [*several.shares], several)
+    _notices(settings, network, proxies[0])
+    _listen(settings, network, state, proxies[1:])
+    made.start()
+    return made
+
+
+def _built(
+    settings: Settings,
+    chance: random.Random,
+    observers: Sequence[Observer],
+    share: WorkerShare | SoleProcess,
+) -> Proxy:
+    now = asyncio.get_running_loop().time
+    watch = Watch(observers=observers, connector=VirtualConnector, now=now, chance=chance.random)
+    proxy = Proxy.build(settings, watch=watch, share=share)
     proxy.notices.socket.bind = lambda *place: None  # type: ignore[method-assign] # notices come through the network
+    return proxy
+
+
+def _notices(settings: Settings, network: VirtualNetwork, proxy: Proxy) -> None:
     if (posted := proxy.notices.posted) is not None:
         posted.bind = lambda *place: None  # type: ignore[method-assign]
         network.listen(settings.listen.host, settings.kv_ready.port).accept(
             posted.listener.protocol
         )
-    config = uvicorn_config(proxy, _Late(proxy))
-    config.load()
+
+
+def _listen(
+    settings: Settings, network: VirtualNetwork, state: ServerState, proxies: Sequence[Proxy]
+) -> None:
+    configs = [uvicorn_config(proxy, _Late(proxy)) for proxy in proxies]
+    for config in configs:
+        config.load()
     state.connections, state.tasks = OrderedSet(), OrderedSet()  # type: ignore[assignment]
-    make = config.http_protocol_class
-    listening = network.listen(settings.listen.host, settings.listen.port)
-    listening.accept(lambda: make(config=config, server_state=state, app_state={}))  # type: ignore[call-arg]
-    proxy.start()
-    return proxy
+    turns = cycle(configs)
+
+    def make() -> asyncio.BaseProtocol:
+        config = next(turns)
+        return config.http_protocol_class(config=config, server_state=state, app_state={})  # type: ignore[call-arg]
+
+    network.listen(settings.listen.host, settings.listen.port).accept(make)
 
 
 class _Errors(logging.Handler):

@@ -35,7 +35,7 @@ class LegsOfAll:
         self._workers: dict[LegsOfWorker, None] = {}
         """Those that are asked."""
         self._number = 0
-        self._missing: set[LegsOfWorker] = set()
+        self._missing: dict[LegsOfWorker, None] = {}
         """Who has still to answer the last question."""
         self._all_told = asyncio.Event()
         self._next: asyncio.Future[bool] | None = None
@@ -108,7 +108,7 @@ class LegsOfAll:
     async def _ask_once(self) -> None:
         self._number += 1
         legs, self._with_legs = self._with_legs, False
-        self._missing = {worker for worker in self._workers if not worker.is_late}
+        self._missing = {worker: None for worker in self._workers if not worker.is_late}
         if not self._missing:
             return
         self._all_told.clear()
@@ -122,7 +122,7 @@ class LegsOfAll:
                 worker.is_late = True
 
     def _told(self, worker: LegsOfWorker) -> None:
-        self._missing.discard(worker)
+        self._missing.pop(worker, None)
         if not self._missing:
             self._all_told.set()
 

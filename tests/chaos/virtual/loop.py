@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NoReturn
 
 from tests.chaos.virtual.network import VirtualNetwork
+from tests.chaos.virtual.pairs import VirtualEnd
 from tests.chaos.virtual.transport import VirtualTransport
 
 BEGIN = 1000.0
@@ -68,6 +70,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._time = BEGIN
         self._selector = _Waiting(self)
         self.network = network
+        self.ends: dict[int, VirtualEnd] = {}
+        """Ends of pairs of sockets, by their descriptors."""
         network.attach(self)
 
     def time(self) -> float:
@@ -85,6 +89,22 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _write_to_self(self) -> None:
         """Do nothing: the loop never blocks."""
+
+    # -- pairs of sockets
+
+    def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
+        """Call this whenever something can be read there."""
+        self.ends[fd].watch(partial(callback, *args))
+
+    def remove_reader(self, fd: Any) -> bool:
+        """Call nothing for it any more."""
+        if (end := self.ends.get(fd)) is not None:
+            end.watch(None)
+        return end is not None
+
+    def remove_writer(self, fd: Any) -> bool:
+        """Do nothing: what is sent always has space."""
+        return False
 
     # -- connections
 
