@@ -33,6 +33,7 @@ ORDER = [
         "test_check",
         "test_push",
         "test_kv_events",
+        "test_auto",
         "test_clients",
         "test_changes",
         "test_up",
