@@ -235,6 +235,12 @@ async def test_an_operator_that_is_killed_converges(world: World) -> None:
     await world.engines(NEW, 2, 3)
     async with world.operator():
         await world.until(lambda: world.ready(NEW, 2, 3))
+
+        async def says_so() -> bool:
+            status = (await world.shown())["PDProxy", "main"].get("status", {})
+            return ("Progressing", "False", "UpToDate") in status.get("conditions", ())
+
+        await world.until(says_so)
         await asyncio.sleep(5)
         wanted = await world.shown()
     assert len(wanted) > 15
@@ -309,9 +315,13 @@ async def test_of_two_operators_one_acts_and_the_other_takes_over(world: World) 
         await world.until(leads)
         async with world.operator("--leader-elect", name="second") as second:
             await world.until(lambda: world.ready(OLD, 1, 1))
+
+            async def waits() -> bool:
+                return "acts: this operator waits" in world.log("second")
+
+            await world.until(waits)
             await asyncio.sleep(20)
             assert await leads(), "it renews"
-            assert "acts: this operator waits" in world.log("second")
             first.kill()
             await world.engines(NEW, 2, 2)
 
