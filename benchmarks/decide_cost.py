@@ -24,13 +24,15 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from msgspec import structs
+
 from pdproxy.engine_model.profile import load
 from pdproxy.scheduling.auto.auto import Auto, AutoOptions
 from pdproxy.scheduling.auto.replica import ReplicaAuto
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.ledger_engine import REVISION, EngineSpec, Evidence, Role
-from pdproxy.scheduling.placement import Placement
+from pdproxy.scheduling.placement import NotYetError, Placement
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.replicas import ReplicaLedger
 from pdproxy.scheduling.slo import Slo
@@ -86,7 +88,10 @@ def seconds(ledger: Ledger, engines: int, requests: int, roles: tuple[Role, ...]
     for number in range(requests):
         now = number * GAP_S / engines
         ask = Ask("m", 16_000, now, tokens=4000)
-        assignment = ledger.assign(roles, ask) if roles else ledger.place(ask, split=True)
+        try:
+            assignment = ledger.assign(roles, ask) if roles else ledger.place(ask, split=True)
+        except NotYetError:  # it waits, and begins at the next look
+            assignment = ledger.place(structs.replace(ask, waited=60.0), split=True)
         assert assignment is not None
         waiting.append(assignment.leases)
         if len(waiting) > engines:

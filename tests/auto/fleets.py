@@ -17,6 +17,10 @@ H200 = load("h200-8b").hardware
 B = Slo(ttft=0.5, tpot=0.008)
 
 
+ENOUGH = 30.0
+"""Seconds. What has waited for so long begins in any case."""
+
+
 class Known:
     """An index of prefixes that says what a test has put in."""
 
@@ -44,8 +48,15 @@ def ledger(placement: Auto, roles: Iterable[Role]) -> Ledger:
     return made
 
 
-def ask(now: float, tokens: int = 4000, *, slo: Slo | None = None, stream: bool = True) -> Ask:
-    return Ask("m", 4 * tokens, now, tokens, slo=slo, is_silent=not stream)
+def ask(
+    now: float,
+    tokens: int = 4000,
+    *,
+    slo: Slo | None = None,
+    stream: bool = True,
+    waited: float = 0.0,
+) -> Ask:
+    return Ask("m", 4 * tokens, now, tokens, slo=slo, is_silent=not stream, waited=waited)
 
 
 def node(url: str = "http://0:1", role: Role = Role.ANY) -> LedgerEngine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import Counter
 from typing import Any
@@ -15,9 +16,10 @@ from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
+from pdproxy.scheduling.placement import NotYetError
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.slo import NO_SLO, Slo
-from tests.auto.fleets import H200, B, Known, ask, auto, ledger
+from tests.auto.fleets import ENOUGH, H200, B, Known, ask, auto, ledger
 
 ANY4 = [Role.ANY] * 4
 PAIR = [Role.PREFILL, Role.DECODE]
@@ -108,7 +110,7 @@ def test_a_pull_is_expected_to_take_as_long_as_its_tokens_say(tokens: int) -> No
 def test_what_must_not_be_split_is_not() -> None:
     of = ledger(auto(), PAIR)
     for _ in range(20):
-        (lease,) = placed(of, 1.0, split=False)
+        (lease,) = placed(of, 1.0, 100, split=False)
         assert lease.role is Role.AGGREGATED
         assert lease.engine.role is Role.DECODE
 
@@ -127,7 +129,7 @@ def test_engines_that_do_not_fit_share_no_work() -> None:
 def test_a_request_that_no_engine_can_begin_in_time_is_refused_if_so_set() -> None:
     for refuses in (False, True):
         of = ledger(auto(Slo(ttft=0.3), refuses=refuses), [Role.AGGREGATED])
-        answers = [of.place(ask(1.0), split=False) for _ in range(20)]
+        answers = [of.place(ask(1.0, waited=ENOUGH), split=False) for _ in range(20)]
         assert (None in answers) is refuses
         assert answers[0] is not None
 
@@ -288,7 +290,7 @@ def test_leases_that_others_opened_count() -> None:
 def test_a_restarted_engine_begins_with_nothing() -> None:
     placement = auto()
     of = ledger(placement, [Role.ANY] * 2)
-    old = [placed(of, 1.0) for _ in range(10)]
+    old = [placed(of, 1.0, 1000) for _ in range(10)]
     of.remove("http://0:1")
     of.add(EngineSpec("http://0:1", Role.ANY))
     for leases in old:
@@ -320,10 +322,12 @@ def test_nothing_is_left_of_requests_however_they_end(seed: int, count: int, slo
     for _ in range(60):
         now += chance.expovariate(5.0)
         if chance.random() < 0.5:
-            asked = ask(now, chance.randint(1, 30_000), stream=chance.random() < 0.7)
-            assignment = of.place(asked, split=chance.random() < 0.8)
-            if assignment is not None:
-                live.append(list(assignment.leases))
+            tokens, waited = chance.randint(1, 30_000), chance.choice((0.0, 1.0, ENOUGH))
+            asked = ask(now, tokens, stream=chance.random() < 0.7, waited=waited)
+            with contextlib.suppress(NotYetError):
+                assignment = of.place(asked, split=chance.random() < 0.8)
+                if assignment is not None:
+                    live.append(list(assignment.leases))
         elif live:
             leases = live[chance.randrange(len(live))]
             lease = leases[0]

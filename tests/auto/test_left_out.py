@@ -17,7 +17,7 @@ from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.scheduling.placement import Candidates
 from pdproxy.scheduling.slo import NO_SLO, Slo
-from tests.auto.fleets import H200, B, Known, ask, ledger
+from tests.auto.fleets import ENOUGH, H200, B, Known, ask, ledger
 
 SLOS = (B, NO_SLO, Slo(ttft=2.0, tpot=0.03), Slo(ttft=0.5), Slo(tpot=0.01, gap=0.02), Slo(gap=0.05))
 ROLES = (
@@ -122,7 +122,8 @@ def test_a_decision_is_the_least_of_all_choices(
         if chance.random() < 0.2:
             known.tokens = dict.fromkeys(urls, 512)
         assignment = of.place(
-            ask(now, 1000 + int(chance.expovariate(1 / 3000))), split=chance.random() < 0.9
+            ask(now, 1000 + int(chance.expovariate(1 / 3000)), waited=ENOUGH),
+            split=chance.random() < 0.9,
         )
         if assignment is not None:
             waiting.append(assignment.leases)

@@ -141,6 +141,17 @@ def test_it_serves_what_the_best_static_arrangement_serves(
     assert split[0] <= part <= split[1]
 
 
+@pytest.mark.parametrize(("slo", "chunk", "rate"), [(A, 512, 27.0), (B, 4096, 19.0)])
+def test_requests_that_are_late_anyway_make_no_others_late(
+    slo: BenchSlo, chunk: int, rate: float
+) -> None:
+    """At nearly all that the engines can do. All are served in the end."""
+    made = fleet(Fleet(any=4), chunk, slo)
+    made.run(requests(rate, 4000, 128, 1200))
+    assert good(made, slo) >= 0.9
+    assert not any(math.isnan(last) for last in made.records.last)
+
+
 @pytest.mark.parametrize(("prefill", "step"), [(1.2, 1.2), (0.8, 0.8), (1.2, 0.8), (0.8, 1.2)])
 @pytest.mark.parametrize(("slo", "chunk", "rate"), [(A, 512, 25.0), (B, 4096, 16.0)])
 def test_a_wrong_profile_is_corrected(

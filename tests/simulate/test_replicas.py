@@ -97,3 +97,20 @@ def test_auto_of_many_replicas_knows_of_the_others() -> None:
         return imbalance(made)
 
     assert of(8) < of(1)
+
+
+def test_requests_that_wait_do_so_at_their_own_proxy() -> None:
+    """More come than the engines serve in time. All are served in the end."""
+    limits = bounds_of(parse_slo("ttft=500ms,tpot=30ms"))
+    made = ReplicatedCluster(
+        Fleet(any=1),
+        H200,
+        dict.fromkeys(Role, SHAPE),
+        {},
+        auto(limits, replicas=3),
+        replicas=Replicas(count=3, told=3, scrape_s=1.0),
+    )
+    made.run(drawn(4, 300, 400.0, 3000, 200))
+    assert not any(value != value for value in made.records.last)
+    assert set(made._late) == set(made.ledgers)
+    assert not any(made._late.values())

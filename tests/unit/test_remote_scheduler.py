@@ -26,8 +26,9 @@ from pdproxy.scheduling.leases import Assignment, Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.scheduling.outliers import Outliers
+from pdproxy.scheduling.placement import Candidates, NotYetError, Placed, Placement
 from pdproxy.scheduling.policy import Ask
-from pdproxy.scheduling.scheduler import ANY, Constraints
+from pdproxy.scheduling.scheduler import ANY, Constraints, Scheduler
 from pdproxy.scheduling.transfer_faults import KnownTransfers
 from pdproxy.settings.health import OutlierSettings
 from pdproxy.settings.limits import Deadlines
@@ -727,14 +728,14 @@ async def test_a_question_that_can_not_be_sent_is_nobody_elses_trouble(both, ask
 async def test_a_choice_that_fails_is_nobody_elses_trouble(both, monkeypatch) -> None:
     """A policy may be somebody's own."""
     s, w = both
-    choose = s.scheduler.choose
+    choose = s.scheduler.choose_now
 
     async def fails(request_id: str, *arguments: Any) -> Assignment | None:
         if request_id == "bad":
             raise ZeroDivisionError
         return await choose(request_id, *arguments)
 
-    monkeypatch.setattr(s.scheduler, "choose", fails)
+    monkeypatch.setattr(s.scheduler, "choose_now", fails)
     asking = [asyncio.ensure_future(w.pair(name)) for name in ("a", "bad", "b")]
     first, bad, last = await asyncio.gather(*asking, return_exceptions=True)
     assert isinstance(bad, OverloadedError)
@@ -753,7 +754,7 @@ async def test_an_answer_that_can_not_be_sent_is_nobody_elses_trouble(
     """A placement may be somebody's own, and so its reasons."""
     s, w = Deciding(chunks=chunks), Worker()
     s.connect(w.link)
-    choose = s.scheduler.choose
+    choose = s.scheduler.choose_now
 
     async def fails(request_id: str, *arguments: Any) -> Assignment | None:
         found = await choose(request_id, *arguments)
@@ -761,7 +762,7 @@ async def test_an_answer_that_can_not_be_sent_is_nobody_elses_trouble(
             found.reason = "\ud800"
         return found
 
-    monkeypatch.setattr(s.scheduler, "choose", fails)
+    monkeypatch.setattr(s.scheduler, "choose_now", fails)
     asking = [
         asyncio.ensure_future(w.pair(name, Constraints(kv_tokens=16))) for name in ("a", "bad", "b")
     ]
@@ -847,3 +848,76 @@ async def test_whose_fault_it_is_is_found_once_and_known_to_all(both) -> None:
     Deciding().connect(w.link)
     await settled()
     assert not w.ledger.transfers.suspects, "a new scheduler process knows of no failures"
+
+
+class Patient(Placement):
+    """Has requests wait as long as it is not `ready`. `asked`: by their sizes, and for how long
+    they have waited.
+    """
+
+    def __init__(self) -> None:
+        self.ready = False
+        self.asked: list[tuple[int, float]] = []
+
+    def place(self, ask: Ask, candidates: Candidates) -> Placed:
+        self.asked.append((ask.prompt_bytes, ask.waited))
+        if not self.ready:
+            raise NotYetError(ask.now)
+        return Placed((candidates.decode[0],), "late")
+
+
+@pytest.fixture(params=["called", "by message"])
+def patient(both, request):
+    s, w = both
+    placement = s.ledger.placement = Patient()
+    s.ledger.has_placement = True
+    return placement, s, w.scheduler if request.param == "by message" else s.scheduler
+
+
+def waits(scheduler: Scheduler, size: int) -> asyncio.Task[Assignment | None]:
+    return asyncio.create_task(scheduler.choose(str(size), Ask("m", size, 1.0)))
+
+
+async def test_requests_that_a_placement_has_wait_are_placed_in_their_order(patient) -> None:
+    """One at a time is placed again, so that many cost no more than one."""
+    placement, s, scheduler = patient
+    waiting = [waits(scheduler, size) for size in (1, 2, 3)]
+    await settled()
+    assert not any(task.done() for task in waiting)
+    assert placement.asked.count((2, 0.0)) == placement.asked.count((3, 0.0)) == 1
+    again = [one for one in placement.asked if one[1]]
+    assert len(again) > 1
+    assert {size for size, _ in again} == {1}
+    assert all(waited > 1.0 for _, waited in again)  # from when it came
+    placement.ready = True
+    found = await asyncio.gather(*waiting)
+    assert [size for size, _ in placement.asked[-3:]] == [1, 2, 3]
+    assert [one.reason for one in found] == ["late"] * 3
+    for one in found:
+        scheduler.close(one.leases[0], Verdict.GOOD, 3.0)
+    await settled()
+    assert s.loads() == {}
+
+
+async def test_a_request_that_leaves_while_it_waits_holds_up_nobody(patient) -> None:
+    placement, s, scheduler = patient
+    first, second, last = (waits(scheduler, size) for size in (1, 2, 3))
+    await settled()
+    for task in (first, second):
+        task.cancel()
+    await settled()
+    placement.ready = True
+    chosen = await last
+    assert {size for size, waited in placement.asked if waited} <= {1, 3}
+    scheduler.close(chosen.leases[0], Verdict.GOOD, 3.0)
+    await settled()
+    assert s.loads() == {}
+
+
+async def test_a_request_that_waits_hears_that_it_is_refused(patient, monkeypatch) -> None:
+    placement, _, scheduler = patient
+    task = waits(scheduler, 1)
+    await settled()
+    monkeypatch.setattr(placement, "place", lambda *_: None)
+    with pytest.raises(TooLateError):
+        await task

@@ -6,6 +6,7 @@ Owns no state: engines and leases are the ledger's. Between a choice and its lea
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -23,6 +24,7 @@ from pdproxy.scheduling.leases import FAILED, GOOD, NEUTRAL, Assignment, Lease, 
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import DECODE, ENCODE, PREFILL, LedgerEngine, Role
 from pdproxy.scheduling.outliers import Outliers
+from pdproxy.scheduling.placement import NotYetError
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.prefix.knowledge import Knowledge
 from pdproxy.scheduling.prefix.prompts import PromptBeginning
@@ -45,7 +47,8 @@ DECISIONS = counter(
     Label("choice", CHOICES),
     Label(
         "reason",
-        text="the placement's reason, one of a few words of its own; or late",
+        text="the placement's reason, one of a few words of its own; or late: no engine could "
+        "serve it in time, so it was refused or has waited",
         most=MAX_REASONS,
     ),
     of=Decided,
@@ -81,6 +84,8 @@ class LocalScheduler:
         self._knowledge = knowledge
         self._turns = turns
         self._slow = slow
+        self._late = asyncio.Lock()
+        """What has to wait waits for its turn, so that one request at a time is placed again."""
 
     def __repr__(self) -> str:
         return f"<LocalScheduler {self._ledger!r}>"
@@ -100,6 +105,38 @@ class LocalScheduler:
         turn: bytes | None = None,
     ) -> Assignment | None:
         """See `Scheduler`."""
+        try:
+            return await self.choose_now(request_id, ask, constraints, turn)
+        except NotYetError as later:
+            return await self.choose_later(request_id, ask, constraints, turn, later.at)
+
+    async def choose_later(
+        self,
+        request_id: str,
+        ask: Ask,
+        constraints: Constraints,
+        turn: bytes | None,
+        at: float,
+    ) -> Assignment | None:
+        """Do as `choose` once the placement lets the request begin. `at`: when to ask it again."""
+        async with self._late:
+            while True:
+                await asyncio.sleep(max(at - self._now(), 0.0))
+                now = self._now()
+                again = structs.replace(ask, now=now, waited=now - ask.now)
+                try:
+                    return await self.choose_now(request_id, again, constraints, turn)
+                except NotYetError as later:
+                    at = later.at
+
+    async def choose_now(
+        self, request_id: str, ask: Ask, constraints: Constraints, turn: bytes | None
+    ) -> Assignment | None:
+        """Do as `choose`.
+
+        Raises:
+            NotYetError: the placement has the request wait (`choose_later`).
+        """
         turns, near = self._turns, None
         if turn is not None and turns is not None and self._ledger.revisions.several:
             near = turns.kept.keeper(turn)

@@ -18,7 +18,7 @@ KEPT = 256
 """How many decisions are kept."""
 WHOLE, SPLIT, REFUSED = "whole", "split", "refused"
 LATE = "late"
-"""Why a request was refused: no engine can serve it within its objective."""
+"""No engine could serve it within its objective: it was refused, or has waited."""
 
 
 class Decision(msgspec.Struct, frozen=True):

@@ -462,6 +462,7 @@ class Ledger(EngineStates):
         now.
 
         Raises:
+            NotYetError: the placement has the request wait.
             RuntimeError: the pool has no placement.
         """
         if self.placement is None:

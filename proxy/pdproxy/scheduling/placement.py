@@ -85,6 +85,16 @@ class PlacementState:
     late: Mapping[str, float] = field(default_factory=dict)
 
 
+class NotYetError(Exception):
+    """No engine should begin a request yet: it waits, and is placed again at `at`, in monotonic
+    seconds.
+    """
+
+    def __init__(self, at: float) -> None:
+        super().__init__(at)
+        self.at = at
+
+
 class Placement(ABC):
     """Decides which engines serve a request. Engines are read only."""
 
@@ -92,6 +102,10 @@ class Placement(ABC):
     def place(self, ask: Ask, candidates: Candidates) -> Placed | None:
         """Return the engines for a request. None: none of the candidates, although there are some;
         the request is refused.
+
+        Raises:
+            NotYetError: the request waits. The next `Ask` of it says how long it has waited; the
+                placement sees to it that this has an end.
         """
 
     def opened(self, lease: Lease, ask: Ask) -> None:

@@ -31,7 +31,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     client has named itself, None if it has named none. `beginning`: the prompt as the proxy's own
     index knows it, with what that has found; None where nothing asks the index. `limit`: how many
     tokens its answer may have, None while unknown. `is_silent`: nothing may be seen of its answer
-    before its end.
+    before its end. `waited`: seconds since it came, of one that a placement had wait.
     """
 
     model: str | None
@@ -45,6 +45,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     beginning: PromptBeginning | None = None
     limit: int | None = None
     is_silent: bool = False
+    waited: float = 0.0
 
 
 Best = Callable[[Ask], LedgerEngine]

@@ -21,6 +21,7 @@ from pdproxy.observe.weighed import Weighed
 from pdproxy.scheduling.leases import NEUTRAL, Assignment, Lease, Space, Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.ledger_engine import Role
+from pdproxy.scheduling.placement import NotYetError
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.prefix.keys import PromptKeys
 from pdproxy.scheduling.prefix.prompts import PromptBeginning
@@ -235,10 +236,15 @@ class ChoicesOfWorker:
         scheduler = self._pool.scheduler
         if (beginning := ask.beginning) is not None:
             scheduler.measure(beginning)
-        choice = scheduler.choose(request_id, ask, constraints, turn)
         if scheduler.waits:
+            choice = scheduler.choose(request_id, ask, constraints, turn)
             return self._chosen_later(number, choice)
-        return self._chosen(number, _at_once(choice))
+        try:
+            now = _at_once(scheduler.choose_now(request_id, ask, constraints, turn))
+        except NotYetError as later:
+            choice = scheduler.choose_later(request_id, ask, constraints, turn, later.at)
+            return self._chosen_later(number, choice)
+        return self._chosen(number, now)
 
     async def _chosen_later(
         self, number: int, choice: Coroutine[Any, Any, Assignment | None]

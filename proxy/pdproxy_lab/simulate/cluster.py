@@ -8,6 +8,7 @@ engine is asked, the decode lease at the end. Engines don't fail here.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from random import Random
@@ -17,7 +18,7 @@ from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
-from pdproxy.scheduling.placement import Placement
+from pdproxy.scheduling.placement import NotYetError, Placement
 from pdproxy.scheduling.policies import POLICIES
 from pdproxy.scheduling.policy import Ask, Cached, PolicyFactory
 from pdproxy.scheduling.split import why_alone
@@ -135,6 +136,10 @@ class Cluster:
         self.ledger = self.make_ledger()
         self._parsed = Parsed(Route.CHAT, {}, _MODEL, True, False, False, (), None, 0)
         self._calls: Iterable[Call] = iter(())
+        self._late: dict[Ledger, deque[Call]] = {}
+        """Requests that a placement has wait, as `deciding.local_scheduler` does: by their
+        proxy's ledger, one of which at a time is placed again.
+        """
 
     def _make_engine(self, spec: EngineSpec) -> None:
         shape = self.shapes[spec.role]
@@ -214,13 +219,39 @@ class Cluster:
         """The proxy leases engines for a request."""
         self._progress = self.events
         self._next_call()
-        records, ledger = self.records, self.ledger_for(call)
-        call.ledger = ledger
-        records.arrived(call.number, call.due, call.prompt, call.output)
-        size = call.prompt * TEXT_BYTES
+        call.ledger = ledger = self.ledger_for(call)
+        self.records.arrived(call.number, call.due, call.prompt, call.output)
+        try:
+            self._lease(call, now)
+        except NotYetError as later:
+            late = self._late.setdefault(ledger, deque())
+            late.append(call)
+            if len(late) == 1:
+                self._at(later.at, self._lease_late, late)
+
+    def _lease_late(self, late: deque[Call], now: float) -> None:
+        """The proxy tries again to lease engines for requests that wait."""
+        try:
+            while late:
+                self._lease(late[0], now)
+                late.popleft()
+        except NotYetError as later:
+            self._at(later.at, self._lease_late, late)
+
+    def _lease(self, call: Call, now: float) -> None:
+        """Lease engines for a request. Raises `NotYetError`."""
+        ledger, size = call.ledger, call.prompt * TEXT_BYTES
         split = self._split(ledger, call, size)
         if ledger.needs_details:
-            ask = Ask(_MODEL, size, now, call.prompt, keys=call.keys, session=call.session)
+            ask = Ask(
+                _MODEL,
+                size,
+                now,
+                call.prompt,
+                keys=call.keys,
+                session=call.session,
+                waited=now - call.due,
+            )
         else:
             ask = Ask(_MODEL, size, now)
         if self._placed:

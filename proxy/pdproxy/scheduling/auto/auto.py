@@ -25,14 +25,27 @@ from pdproxy.scheduling.auto.times import WorkTimes
 from pdproxy.scheduling.auto.traffic import SeenTraffic
 from pdproxy.scheduling.auto.view import EnginesView, Group, models_of
 from pdproxy.scheduling.auto.weights import WEIGHTS, Weights
+from pdproxy.scheduling.decisions import LATE
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.scheduling.outputs import Outputs
-from pdproxy.scheduling.placement import Candidates, Placed, Placement, PlacementState
+from pdproxy.scheduling.placement import (
+    Candidates,
+    NotYetError,
+    Placed,
+    Placement,
+    PlacementState,
+)
 from pdproxy.scheduling.policy import Ask, Cached
 from pdproxy.scheduling.slo import Slo
 
 _BYTES_PER_TOKEN = 4
+_MOST_WAITS, _MOST_WAIT_S = 10.0, 30.0
+"""How long a request waits that is late anyway: so many times its limit, and so many seconds."""
+_LEAST_LOOK_S, _LOOK_S = 0.005, 0.25
+"""Seconds from one look at such a request to the next: an engine may be free sooner than was
+predicted.
+"""
 _MAX_VIEWS = 64
 _LOOK_BACK = 64
 """Decisions."""
@@ -91,8 +104,9 @@ class Auto(Placement):
         self._cached = options.cached
         self._times_of, self._weights = options.times_of, options.weights
         self._assumed, self._corrects = options.assumed, options.corrects
-        self._costs = {(slo, 1.0): Costs(slo, options.weights)}
+        self._costs: dict[tuple[Slo, float], Costs] = {}
         """By the bounds that requests have, and by what their misses count."""
+        self._usual = self._costs_by_slo(slo)
         self._engines: Sequence[LedgerEngine] = ()
         self._loads: dict[str, PredictedLoad] = {}
         self._legs: dict[Lease, tuple[PredictedLoad, PredictedLeg]] = {}
@@ -116,6 +130,7 @@ class Auto(Placement):
     def configure(self, slo: Slo, *, refuses: bool) -> None:
         """See `Placement`. Which engines are kept for prefill is decided anew."""
         self.slo, self._refuses = slo, refuses
+        self._usual = self._costs_by_slo(slo)
         self._groups.clear()
         self._views.clear()
         self._views_by_engines.clear()
@@ -175,18 +190,33 @@ class Auto(Placement):
         choice, other = self._least(
             costs, now, tokens, output, known, view, candidates, group.kept.share
         )
-        if choice is None or (self._refuses and costs.hopeless(choice.option.ttft_s)):
+        if choice is None:
             self._choice = None
             return None
+        if choice.option.ttft_s > costs.longest_s or ask.waited:
+            self._choice = None
+            if self._refuses and costs.hopeless(choice.option.ttft_s):
+                return None
+            self._may_begin(ask, choice.prefill, costs.longest_s)
         self._choice, self._output = choice, output
         prefill, decode = choice.prefill, choice.decode
         group.meter.add(now, tokens, prefill.cached, output)
         weighed = costs.weighed(choice, other)
         if decode is None:
-            reason = "cached" if prefill.cached else "whole"
+            reason = LATE if ask.waited else "cached" if prefill.cached else "whole"
             return Placed((prefill.load.engine,), reason, weighed)
         self.splits += 1
-        return Placed((prefill.load.engine, decode.load.engine), "split", weighed)
+        reason = LATE if ask.waited else "split"
+        return Placed((prefill.load.engine, decode.load.engine), reason, weighed)
+
+    def _may_begin(self, ask: Ask, prefill: Look, limit: float) -> None:
+        """Raise `NotYetError` if a request that is late anyway would come before prompts that are
+        still to come in time. `limit`: of its TTFT.
+        """
+        busy = prefill.busy - prefill.load.times.before_s
+        left = min(_MOST_WAITS * limit, _MOST_WAIT_S) - ask.waited
+        if busy > 0.0 and left > 0.0:
+            raise NotYetError(ask.now + max(min(busy, left, _LOOK_S), _LEAST_LOOK_S))
 
     def _least(
         self,
@@ -304,7 +334,13 @@ class Auto(Placement):
                 break
         return best, other
 
+    def _costs_by_slo(self, slo: Slo) -> Costs | None:
+        """Return the costs of all requests without bounds of their own, None if they differ."""
+        return Costs(slo, self._weights) if slo.long_prompt is None else None
+
     def _costs_of(self, ask: Ask, tokens: int) -> Costs:
+        if ask.slo is None and (usual := self._usual) is not None:
+            return usual
         slo = self.slo if ask.slo is None else ask.slo.over(self.slo)
         asked = slo, 1.0 if slo.long_prompt is None else slo.weight(tokens)
         found = self._costs.get(asked)

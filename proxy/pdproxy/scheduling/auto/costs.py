@@ -115,6 +115,8 @@ class Costs:
     """
 
     def __init__(self, slo: Slo, weights: Weights, weight: float = 1.0) -> None:
+        self.longest_s = math.inf if slo.ttft is None else slo.ttft
+        """The TTFT beyond which a request is late."""
         self._miss = weight
         self._ttft, self._tpot, self._gap = slo.ttft, slo.tpot, slo.gap
         limited = bool(slo)
@@ -130,7 +132,7 @@ class Costs:
 
     def hopeless(self, ttft_s: float) -> bool:
         """Return whether a request with this predicted TTFT is not worth to be begun."""
-        return self._ttft is not None and ttft_s > _LATE * self._ttft
+        return ttft_s > _LATE * self.longest_s
 
     def look(
         self,
