@@ -890,7 +890,7 @@ async def test_requests_that_a_placement_has_wait_are_placed_in_their_order(pati
     assert {size for size, _ in again} == {1}
     assert all(waited > 1.0 for _, waited in again)  # from when it came
     placement.ready = True
-    found = await asyncio.gather(*waiting)
+    found = [one for one in await asyncio.gather(*waiting) if one is not None]
     assert [size for size, _ in placement.asked[-3:]] == [1, 2, 3]
     assert [one.reason for one in found] == ["late"] * 3
     for one in found:
@@ -908,6 +908,7 @@ async def test_a_request_that_leaves_while_it_waits_holds_up_nobody(patient) -> 
     await settled()
     placement.ready = True
     chosen = await last
+    assert chosen is not None
     assert {size for size, waited in placement.asked if waited} <= {1, 3}
     scheduler.close(chosen.leases[0], Verdict.GOOD, 3.0)
     await settled()
