@@ -58,9 +58,11 @@ def _of(one: Outcome) -> str:
     return f"item {one.item}, request {one.ident} ({one.sender.words()})"
 
 
-def within_limits(reports: Sequence[tuple[float, RequestEnded]]) -> list[Finding]:
+def within_limits(
+    reports: Sequence[tuple[float, RequestEnded]], told: float = 0.0
+) -> list[Finding]:
     """The limits of keys hold, and refuse nothing else. `reports`: each with the time at which it
-    was emitted.
+    was emitted; `told`: seconds until a worker's requests are known where they are counted.
     """
     found = []
     for name, limits in KEYS.items():
@@ -69,25 +71,25 @@ def within_limits(reports: Sequence[tuple[float, RequestEnded]]) -> list[Finding
         ]
         own.sort(key=lambda one: one[:2])
         if limits.inflight is not None:
-            found += _at_once(name, limits.inflight, own)
+            found += _at_once(name, limits.inflight, own, _AT_ONCE + told)
         if limits.rpm is not None:
-            found += _per_minute(name, limits.rpm, own)
+            found += _per_minute(name, limits.rpm, own, _AT_ONCE + told)
     return shortened(found)
 
 
-def _at_once(name: str, limit: int, own: list[tuple[float, float, RequestEnded]]) -> list[Finding]:
+def _at_once(
+    name: str, limit: int, own: list[tuple[float, float, RequestEnded]], near: float
+) -> list[Finding]:
     found = []
     served = [(begun, over) for begun, over, report in own if report.reason != "key_inflight"]
     for begun, _, report in own:
         if report.reason == "key_inflight":
-            others = sum(one - _AT_ONCE <= begun <= over + _AT_ONCE for one, over in served)
+            others = sum(one - near <= begun <= over + near for one, over in served)
             if others < limit:
                 text = f"key {name}: request {report.request_id} was refused beside {others}"
                 found.append(Finding("limits of keys refuse nothing else", text))
             continue
-        others = sum(
-            one + _AT_ONCE < begun + 2 * _AT_ONCE < over - _AT_ONCE for one, over in served
-        )
+        others = sum(one + near < begun + 2 * near < over - near for one, over in served)
         if others > limit:
             text = (
                 f"key {name}: request {report.request_id} is one of {others}, {limit} may be served"
@@ -97,19 +99,24 @@ def _at_once(name: str, limit: int, own: list[tuple[float, float, RequestEnded]]
 
 
 def _per_minute(
-    name: str, limit: int, own: list[tuple[float, float, RequestEnded]]
+    name: str, limit: int, own: list[tuple[float, float, RequestEnded]], near: float
 ) -> list[Finding]:
     found = []
-    level, since = float(limit), own[0][0] if own else 0.0
+    least = most = float(limit)
+    since = own[0][0] if own else 0.0
     for begun, _, report in own:
-        level, since = min(level + (begun - since) * limit / _MINUTE, float(limit)), begun
+        more, since = (begun - since) * limit / _MINUTE, begun
+        least, most = min(least + more, float(limit)), min(most + more, float(limit))
+        if near > _AT_ONCE and report.outcome == "client_left" and not report.status:
+            least -= 1  # its client left before the worker knew whether it is served
+            continue
         if report.reason == "key_requests":
-            if level >= 1 + _AT_ONCE * limit:
-                text = f"key {name}: request {report.request_id} was refused, {level:.2f} were left"
+            if least >= 1 + near * limit:
+                text = f"key {name}: request {report.request_id} was refused, {least:.2f} were left"
                 found.append(Finding("limits of keys refuse nothing else", text))
             continue
-        if level < 1 - _AT_ONCE * limit:
-            text = f"key {name}: request {report.request_id} was served, {level:.2f} were left"
+        if most < 1 - near * limit:
+            text = f"key {name}: request {report.request_id} was served, {most:.2f} were left"
             found.append(Finding("limits of keys hold", text))
-        level -= 1
+        least, most = least - 1, most - 1
     return found

@@ -29,6 +29,7 @@ from tests.chaos.trace import Trace
 from tests.chaos.troubles import Troubles
 from tests.chaos.virtual.loop import SpinningError, StuckError, VirtualLoop
 from tests.chaos.virtual.network import VirtualNetwork
+from tests.chaos.virtual.pairs import DELAYS
 from tests.chaos.world import CLIENTS, LIMITS, World
 
 _RECOVERY = 30.0
@@ -245,7 +246,9 @@ class _Course:
             if not world.is_blind(engine)
         }
         self.findings += invariants.calm(visitors.outcomes, served, max(0, -expired))
-        self.findings += access_rules.within_limits(self._trace.reports)
+        self.findings += access_rules.within_limits(
+            self._trace.reports, 2 * max(DELAYS) * (self._options.workers > 1)
+        )
         self.findings += invariants.reported([*self._load, *visitors.outcomes], self._trace.events)
 
     async def _one_by_one(self, world: World, visitors: Visitors) -> None:

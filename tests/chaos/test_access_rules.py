@@ -120,3 +120,18 @@ def test_requests_per_minute_of_a_key() -> None:
     assert limits(*many, report("seldom", late, late, "key_requests")) == {
         "limits of keys refuse nothing else"
     }
+
+
+def test_a_request_that_is_left_before_the_scheduler_process_has_answered() -> None:
+    """With several workers nobody knows at its end whether it is served."""
+    limit = KEYS["seldom"].rpm
+    assert limit is not None
+    every = [report("seldom", at / 1000, 1.0) for at in range(limit)]
+    over, last = report("seldom", 0.5, 0.5)
+    left = over, msgspec.structs.replace(last, outcome="client_left", status=0)
+    refused = report("seldom", 0.6, 0.6, "key_requests")
+    assert {one.rule for one in within_limits([*every, left])} == {"limits of keys hold"}
+    assert within_limits([*every, left, refused], 0.008) == []
+    assert within_limits([*every[1:], left, refused], 0.008) == []
+    served = report("seldom", 0.7, 0.9)
+    assert {one.rule for one in within_limits([*every, served], 0.008)} == {"limits of keys hold"}
