@@ -21,6 +21,7 @@ from pdproxy.kit.errors import (
     RefusalReason,
     TooLateError,
 )
+from pdproxy.observe.description import Description, Samples
 from pdproxy.observe.events import NodeChanged, Observers
 from pdproxy.scheduling.leases import Assignment, Verdict
 from pdproxy.scheduling.ledger import Ledger
@@ -59,13 +60,26 @@ def fleet(*, chunks: int | None = None) -> tuple[EngineRegistry, Ledger]:
     return engines, ledger
 
 
+class Shown(Observers):
+    """Observers that keep what gauges read."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__([recorder])
+        self.gauges: dict[str, Callable[[], Samples]] = {}
+
+    def show(self, metric: Description, read: Callable[[], Samples]) -> None:
+        """Keep it."""
+        self.gauges[metric.name] = read
+
+
 class Deciding:
     """A scheduler process, with its own fleet. `restarted`: its workers are welcome later."""
 
     def __init__(self, *, chunks: int | None = None, restarted: bool = False) -> None:
         self.engines, self.ledger = fleet(chunks=chunks)
         self.recorder = Recorder()
-        observers, clock = Observers([self.recorder]), Clock()
+        self.shown = observers = Shown(self.recorder)
+        clock = Clock()
         self.buffers = ReceiveBuffers(self.engines, 16, clock, observers, Deadlines())
         self.outliers = Outliers(OutlierSettings())
         self.scheduler = LocalScheduler(
@@ -874,6 +888,13 @@ def patient(both, request):
     return placement, s, w.scheduler if request.param == "by message" else s.scheduler
 
 
+def waiting_late(s: Deciding) -> float:
+    """What `pdproxy_waiting_late` says."""
+    ((labels, count),) = s.shown.gauges["pdproxy_waiting_late"]()
+    assert labels == ()
+    return count
+
+
 def waits(scheduler: Scheduler, size: int) -> asyncio.Task[Assignment | None]:
     return asyncio.create_task(scheduler.choose(str(size), Ask("m", size, 1.0)))
 
@@ -884,6 +905,7 @@ async def test_requests_that_a_placement_has_wait_are_placed_in_their_order(pati
     waiting = [waits(scheduler, size) for size in (1, 2, 3)]
     await settled()
     assert not any(task.done() for task in waiting)
+    assert waiting_late(s) == 3
     assert placement.asked.count((2, 0.0)) == placement.asked.count((3, 0.0)) == 1
     again = [one for one in placement.asked if one[1]]
     assert len(again) > 1
@@ -913,6 +935,7 @@ async def test_a_request_that_leaves_while_it_waits_holds_up_nobody(patient) -> 
     scheduler.close(chosen.leases[0], Verdict.GOOD, 3.0)
     await settled()
     assert s.loads() == {}
+    assert waiting_late(s) == 0
 
 
 async def test_a_request_that_waits_hears_that_it_is_refused(patient, monkeypatch) -> None:

@@ -17,7 +17,7 @@ from pdproxy.deciding.turns import PoolTurns
 from pdproxy.fleet.slow_engines import SlowEngines
 from pdproxy.fleet.transfers import Transfers
 from pdproxy.kit.errors import TooLateError
-from pdproxy.observe.description import Label, counter
+from pdproxy.observe.description import Label, MergeRule, counter, gauge
 from pdproxy.observe.events import Decided, NodeChanged, Observers
 from pdproxy.scheduling.decisions import LATE, REFUSED, Decision, Decisions, choice_of
 from pdproxy.scheduling.leases import FAILED, GOOD, NEUTRAL, Assignment, Lease, Verdict
@@ -54,6 +54,14 @@ DECISIONS = counter(
     of=Decided,
 )
 
+WAITING_LATE = gauge(
+    "pdproxy_waiting_late",
+    "requests",
+    "Requests that the pool's placement has wait, because no engine could begin them within their "
+    "objective",
+    workers=MergeRule.SUM,
+)
+
 
 class LocalScheduler:
     """A `scheduling.scheduler.Scheduler` that is called. `decisions`: where they are kept, None
@@ -86,6 +94,8 @@ class LocalScheduler:
         self._slow = slow
         self._late = asyncio.Lock()
         """What has to wait waits for its turn, so that one request at a time is placed again."""
+        self._waiting_late = 0
+        observers.show(WAITING_LATE, lambda: [((), self._waiting_late)])
 
     def __repr__(self) -> str:
         return f"<LocalScheduler {self._ledger!r}>"
@@ -119,15 +129,19 @@ class LocalScheduler:
         at: float,
     ) -> Assignment | None:
         """Do as `choose` once the placement lets the request begin. `at`: when to ask it again."""
-        async with self._late:
-            while True:
-                await asyncio.sleep(max(at - self._now(), 0.0))
-                now = self._now()
-                again = structs.replace(ask, now=now, waited=now - ask.now)
-                try:
-                    return await self.choose_now(request_id, again, constraints, turn)
-                except NotYetError as later:
-                    at = later.at
+        self._waiting_late += 1
+        try:
+            async with self._late:
+                while True:
+                    await asyncio.sleep(max(at - self._now(), 0.0))
+                    now = self._now()
+                    again = structs.replace(ask, now=now, waited=now - ask.now)
+                    try:
+                        return await self.choose_now(request_id, again, constraints, turn)
+                    except NotYetError as later:
+                        at = later.at
+        finally:
+            self._waiting_late -= 1
 
     async def choose_now(
         self, request_id: str, ask: Ask, constraints: Constraints, turn: bytes | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pdproxy.deciding.comebacks import WAITING_FOR_ENGINES
 from pdproxy.deciding.local_admission import QUEUE
+from pdproxy.deciding.local_scheduler import WAITING_LATE
 from pdproxy.deciding.retry_budget import RETRIES
 from pdproxy.observe.description import Description
 from pdproxy.observe.events import DEADLINES, ENCODED_MEDIA
@@ -55,12 +56,13 @@ BEFORE = [
     ),
     Panel(
         "Requests that wait now",
-        "For a place; for an engine that stands still, since no other can serve them; for being "
-        "tried again behind too many others; and large bodies that wait for a process that reads "
-        "them.",
+        "For a place; for an engine that stands still, since no other can serve them; because no "
+        "engine can begin them in time; for being tried again behind too many others; and large "
+        "bodies that wait for a process that reads them.",
         [
             (OF.now(QUEUE).sum(), "for a place"),
             (OF.now(WAITING_FOR_ENGINES).sum().counting("requests"), "for an engine"),
+            (OF.now(WAITING_LATE).sum().counting("requests"), "late"),
             (OF.now(RETRIES, {"state": "waiting"}).sum(), "to be tried again"),
             (OF.now(BODY_READERS, _BODY_WAITS).sum().counting("requests"), "for being read"),
         ],
