@@ -35,6 +35,8 @@ LOAD = (
     "512,8192",
 )
 LOOSE = ("--slo", "ttft=500ms,tpot=15ms")
+GAP = ("--slo", "gap=50ms")
+"""An objective for which `auto` adds nothing to plain engines."""
 TIGHT = ("--slo", "ttft=500ms,tpot=8ms")
 NO_HANDOFFS = "The profile has no time for handoffs"
 
@@ -42,10 +44,10 @@ NO_HANDOFFS = "The profile has no time for handoffs"
 def test_it_says_not_to_split_and_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """And draws it."""
     plot = tmp_path / "plan.svg"
-    assert main(["plan", "--gpus", "2", "--rate", "8", *LOAD, *LOOSE, "--plot", str(plot)]) == 0
+    assert main(["plan", "--gpus", "2", "--rate", "8", *LOAD, *GAP, "--plot", str(plot)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("Don't split: 2 plain engines with --max-num-batched-tokens ")
-    assert lines[1].startswith("This keeps ttft=500ms,tpot=15ms for 90 % of the requests up to ")
+    assert lines[1].startswith("This keeps gap=50ms, and ttft=2s, for 90 % of the requests up to ")
     assert lines[2].startswith("At 8 req/s ")
     assert "Headroom: " in lines[2]
     assert lines[3].startswith("Why: the best one that splits (1P1D) serves ")
@@ -155,7 +157,7 @@ def test_what_the_profile_was_not_fitted_to_is_named(
 
 
 def test_a_rate_alone_gives_the_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--rate", "8", *LOAD, *LOOSE]) == 0
+    assert main(["plan", "--rate", "12", *LOAD, *GAP]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("Don't split: 2 plain engines")
     assert "Headroom: " in lines[2]
