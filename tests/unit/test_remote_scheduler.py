@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -875,7 +876,7 @@ class Patient(Placement):
 
     def place(self, ask: Ask, candidates: Candidates) -> Placed:
         self.asked.append((ask.prompt_bytes, ask.waited))
-        if not self.ready:
+        if not self.ready and ask.waited < math.inf:
             raise NotYetError(ask.now)
         return Placed((candidates.decode[0],), "late")
 
@@ -917,6 +918,19 @@ async def test_requests_that_a_placement_has_wait_are_placed_in_their_order(pati
     assert [one.reason for one in found] == ["late"] * 3
     for one in found:
         scheduler.close(one.leases[0], Verdict.GOOD, 3.0)
+    await settled()
+    assert s.loads() == {}
+
+
+@pytest.mark.parametrize(
+    "constraints", [Constraints(without=(D2,)), Constraints(avoid=(D2,))], ids=["failed", "avoided"]
+)
+async def test_a_request_whose_engine_has_failed_does_not_wait(patient, constraints) -> None:
+    """It is tried again, or goes on with a stream."""
+    _, s, scheduler = patient
+    chosen = await scheduler.choose("1", Ask("m", 1, 1.0), constraints)
+    assert chosen.reason == "late"
+    scheduler.close(chosen.leases[0], Verdict.GOOD, 3.0)
     await settled()
     assert s.loads() == {}
 

@@ -7,6 +7,7 @@ Owns no state: engines and leases are the ledger's. Between a choice and its lea
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -128,7 +129,13 @@ class LocalScheduler:
         turn: bytes | None,
         at: float,
     ) -> Assignment | None:
-        """Do as `choose` once the placement lets the request begin. `at`: when to ask it again."""
+        """Do as `choose` once the placement lets the request begin. `at`: when to ask it again.
+
+        A request whose engine has failed begins now: its client has waited, or reads a stream.
+        """
+        if constraints.without or constraints.avoid:
+            begins = structs.replace(ask, waited=math.inf)
+            return await self.choose_now(request_id, begins, constraints, turn)
         self._waiting_late += 1
         try:
             async with self._late:

@@ -31,7 +31,8 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     client has named itself, None if it has named none. `beginning`: the prompt as the proxy's own
     index knows it, with what that has found; None where nothing asks the index. `limit`: how many
     tokens its answer may have, None while unknown. `is_silent`: nothing may be seen of its answer
-    before its end. `waited`: seconds since it came, of one that a placement had wait.
+    before its end. `waited`: seconds since it came, of one that a placement had wait; infinite: it
+    waits no more.
     """
 
     model: str | None
