@@ -381,7 +381,7 @@ def test_time_without_a_processor_is_no_silence(monkeypatch: pytest.MonkeyPatch)
     made = Supervisor(
         1,
         lambda *_: 0,
-        lambda _: SimpleNamespace(),
+        lambda _: SimpleNamespace(starts=lambda _: None),
         1.0,
         SupervisorTimes(ping=1e9),
         for_all="for all",
@@ -406,6 +406,14 @@ def test_time_without_a_processor_is_no_silence(monkeypatch: pytest.MonkeyPatch)
     assert killed == []
     passes(2.0, 2.0)
     assert len(killed) == 1
+    killed.clear()
+    monkeypatch.setattr(os, "fork", lambda: 7)
+    made._start(last)
+    last.ready, queued = True, 0.0  # of the process that was started again
+    passes(5.0, 4.5)
+    assert killed == []
+    assert last.link is not None
+    last.link.close()
 
 
 def test_what_the_system_says_of_processors() -> None:

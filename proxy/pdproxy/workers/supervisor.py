@@ -246,6 +246,7 @@ class Supervisor:
         end.close()
         worker.pid, worker.link, worker.ready = pid, Link(parents), False
         worker.since = worker.pinged = worker.heard = time.monotonic()
+        worker.queued = worker.excused = 0.0  # its predecessor's are not its own
         worker.refused = None
         self._connect(worker)
 
