@@ -867,17 +867,18 @@ async def test_whose_fault_it_is_is_found_once_and_known_to_all(both) -> None:
 
 class Patient(Placement):
     """Has requests wait as long as it is not `ready`. `asked`: by their sizes, and for how long
-    they have waited.
+    they have waited. `until`: by their sizes, when they begin at the latest.
     """
 
     def __init__(self) -> None:
         self.ready = False
+        self.until: dict[int, float] = {}
         self.asked: list[tuple[int, float]] = []
 
     def place(self, ask: Ask, candidates: Candidates) -> Placed:
         self.asked.append((ask.prompt_bytes, ask.waited))
         if not self.ready and ask.waited < math.inf:
-            raise NotYetError(ask.now)
+            raise NotYetError(ask.now, self.until.get(ask.prompt_bytes, math.inf))
         return Placed((candidates.decode[0],), "late")
 
 
@@ -933,6 +934,28 @@ async def test_a_request_whose_engine_has_failed_does_not_wait(patient, constrai
     scheduler.close(chosen.leases[0], Verdict.GOOD, 3.0)
     await settled()
     assert s.loads() == {}
+
+
+async def test_a_request_does_not_wait_longer_for_those_before_it_than_it_may(patient) -> None:
+    """Each request may have an objective of its own."""
+    placement, s, scheduler = patient
+    placement.until[2] = 2.05  # it is 2.0
+    first, second = (waits(scheduler, size) for size in (1, 2))
+    async with asyncio.timeout(20):
+        chosen = await second
+    assert chosen is not None
+    assert chosen.reason == "late"
+    assert not first.done()
+    assert waiting_late(s) == 1
+    assert placement.asked.count((2, math.inf)) == 1
+    placement.ready = True
+    after = await first
+    assert after is not None
+    for one in (chosen, after):
+        scheduler.close(one.leases[0], Verdict.GOOD, 3.0)
+    await settled()
+    assert s.loads() == {}
+    assert waiting_late(s) == 0
 
 
 async def test_a_request_that_leaves_while_it_waits_holds_up_nobody(patient) -> None:

@@ -119,7 +119,7 @@ class LocalScheduler:
         try:
             return await self.choose_now(request_id, ask, constraints, turn)
         except NotYetError as later:
-            return await self.choose_later(request_id, ask, constraints, turn, later.at)
+            return await self.choose_later(request_id, ask, constraints, turn, later)
 
     async def choose_later(
         self,
@@ -127,26 +127,35 @@ class LocalScheduler:
         ask: Ask,
         constraints: Constraints,
         turn: bytes | None,
-        at: float,
+        later: NotYetError,
     ) -> Assignment | None:
-        """Do as `choose` once the placement lets the request begin. `at`: when to ask it again.
+        """Do as `choose` once the placement lets the request begin. `later`: what it said.
 
-        A request whose engine has failed begins now: its client has waited, or reads a stream.
+        A request whose engine has failed begins now: its client has waited, or reads a stream. One
+        whose turn comes too late does not wait for its turn: those before it may have longer.
         """
+        begins = structs.replace(ask, waited=math.inf)
         if constraints.without or constraints.avoid:
-            begins = structs.replace(ask, waited=math.inf)
             return await self.choose_now(request_id, begins, constraints, turn)
         self._waiting_late += 1
         try:
-            async with self._late:
+            try:
+                async with asyncio.timeout(later.until - self._now()):
+                    await self._late.acquire()
+            except TimeoutError:
+                begins = structs.replace(begins, now=self._now())
+                return await self.choose_now(request_id, begins, constraints, turn)
+            try:
                 while True:
-                    await asyncio.sleep(max(at - self._now(), 0.0))
+                    await asyncio.sleep(max(later.at - self._now(), 0.0))
                     now = self._now()
                     again = structs.replace(ask, now=now, waited=now - ask.now)
                     try:
                         return await self.choose_now(request_id, again, constraints, turn)
-                    except NotYetError as later:
-                        at = later.at
+                    except NotYetError as again_later:
+                        later = again_later
+            finally:
+                self._late.release()
         finally:
             self._waiting_late -= 1
 

@@ -86,13 +86,13 @@ class PlacementState:
 
 
 class NotYetError(Exception):
-    """No engine should begin a request yet: it waits, and is placed again at `at`, in monotonic
-    seconds.
+    """No engine should begin a request yet: it waits, is placed again at `at`, and begins at
+    `until` at the latest, both in monotonic seconds.
     """
 
-    def __init__(self, at: float) -> None:
-        super().__init__(at)
-        self.at = at
+    def __init__(self, at: float, until: float) -> None:
+        super().__init__(at, until)
+        self.at, self.until = at, until
 
 
 class Placement(ABC):

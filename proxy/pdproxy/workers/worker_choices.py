@@ -242,7 +242,7 @@ class ChoicesOfWorker:
         try:
             now = _at_once(scheduler.choose_now(request_id, ask, constraints, turn))
         except NotYetError as later:
-            choice = scheduler.choose_later(request_id, ask, constraints, turn, later.at)
+            choice = scheduler.choose_later(request_id, ask, constraints, turn, later)
             return self._chosen_later(number, choice)
         return self._chosen(number, now)
 

@@ -216,7 +216,8 @@ class Auto(Placement):
         busy = prefill.busy - prefill.load.times.before_s
         left = min(_MOST_WAITS * limit, _MOST_WAIT_S) - ask.waited
         if busy > 0.0 and left > 0.0:
-            raise NotYetError(ask.now + max(min(busy, left, _LOOK_S), _LEAST_LOOK_S))
+            at = ask.now + max(min(busy, left, _LOOK_S), _LEAST_LOOK_S)
+            raise NotYetError(at, ask.now + left)
 
     def _least(
         self,
