@@ -112,6 +112,8 @@ def _file(path: Path, admin: str, *engines: Engine, **more: Any) -> None:
     ledger_engines = [{"url": engine.url, "role": engine.role} for engine in engines]
     pool: dict[str, Any] = {"nodes": [*ledger_engines, *more.pop("nodes", [])]}
     settings = {"listen": {"admin": admin}, "pools": [pool], "health": {"slow_start": 1}, **more}
+    # Each engine must serve, and of engines that share cores some are several times slower.
+    settings["outliers"] = {"interval": 0}
     path.write_text(json.dumps(settings))  # JSON is YAML
 
 
