@@ -205,8 +205,10 @@ def _add(found: Told, event: dict[str, Any], *, whole: bool) -> None:
         found.error = _error(event["error"], {"message", "type", "param", "code"})
         return
     if "content" in event or "output" in event:
-        (item,) = event.get("output", [event])
-        found.texts[0] = "".join(part["text"] for part in item["content"])
+        items = event.get("output", [event])  # a stream without text has none
+        if len(items) > 1:
+            raise MalformedError(f"{len(items)} items of output")
+        found.texts[0] = "".join(part["text"] for item in items for part in item["content"])
         found.ends[0] = event.get("stop_reason") or event["status"]
         found.usage = _counts(event["usage"])
         return

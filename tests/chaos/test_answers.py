@@ -175,6 +175,25 @@ def test_whole_responses_and_messages(path: str, body: object, status: int, how:
     assert judge(answer, Body(path, {}, RIGHT), caused)[0] == how
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_response_without_text_has_no_item(stream: bool) -> None:
+    """The few tokens of a short answer may make none."""
+    silent = {**RESPONSE, "output": []}
+    body, kind = json.dumps(silent), "application/json"
+    if stream:
+        body, kind = of_response("end", response=silent), "text/event-stream"
+    answer = Answer(200, kind, False, "", bytearray(body.encode()), True)
+    assert told(answer) == Told({0: ""}, {0: "length"}, (3, 2, 5))
+    assert judge(answer, Body(RESPONSES, {"stream": stream}, RIGHT))[0] == "wrong"
+
+
+def test_a_response_has_one_item_at_most() -> None:
+    twice = {**RESPONSE, "output": RESPONSE["output"] * 2}  # type: ignore[operator]
+    body = bytearray(json.dumps(twice).encode())
+    with pytest.raises(MalformedError, match="2 items"):
+        told(Answer(200, "application/json", False, "", body, True))
+
+
 def test_well_formed_errors() -> None:
     assert streamed(event("one") + FAILED) == ("error", "event 502")
     assert streamed(event("one") + FAILED + DONE) == ("error", "event 502")
