@@ -11,7 +11,8 @@ import time
 import pytest
 
 from pdproxy.kit.clock import TICK, Clock
-from tests.fakes.clock import ManualClock
+from tests.fakes.clock import ManualClock, later_turns
+from tests.fakes.garbage import left_to_the_collector
 from tests.fakes.world import until
 
 
@@ -66,6 +67,30 @@ async def test_a_cancellation_from_elsewhere_is_no_deadline() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_task_that_is_cancelled_behind_a_deadline_leaves_no_garbage() -> None:
+    """It keeps its CancelledError, and with it the TimeoutError that it was handling."""
+    clock = ManualClock()
+
+    async def waits() -> None:
+        try:
+            with clock.within(1.0):
+                await asyncio.Event().wait()
+        except TimeoutError:
+            await asyncio.Event().wait()
+
+    with left_to_the_collector() as found:
+        task = asyncio.create_task(waits())
+        await later_turns()
+        await clock.advance(1.5)
+        assert not task.done()
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        del task
+        await later_turns()
+    assert not found
 
 
 async def test_blocks_within_blocks() -> None:

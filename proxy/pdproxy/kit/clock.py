@@ -192,7 +192,9 @@ class Within(msgspec.Struct, eq=False):
         self._timer.cancel()
         self._timer = None
         # If somebody else cancelled the task as well, that cancellation must stay.
-        if self._late and task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+        late = self._late and task.uncancel() <= self._cancelling
+        del task  # it may end with this error, whose traceback refers to this frame
+        if late and kind is asyncio.CancelledError:
             raise TimeoutError from error
 
 
