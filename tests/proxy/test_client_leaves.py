@@ -10,6 +10,7 @@ import pytest
 
 from pdproxy.observe.events import HandleEnded
 from pdproxy.serving.dispatch.decode_leg import ACCEPT_GRACE, ACCEPTED_UNSEEN, DecodeLeg
+from pdproxy.serving.kv.late_close import HEALTH_GRACE
 from pdproxy_lab.sim.journal import Request
 from tests.fakes import answers, scripts
 from tests.fakes.client import Client
@@ -234,6 +235,33 @@ async def test_after_the_decode_engine_was_asked_unstreamed(long: bool) -> None:
         await w.quiet()
         assert ends(w) == ["aborted" if long else "released"]
         assert bool(w.decode[0].releases) is not long
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+async def test_a_client_with_a_deadline_does_not_wait_for_the_end_of_its_leg(healthy: bool) -> None:
+    """A silent engine is asked whether it is healthy, and the leg stays open until it has said so:
+    the client has its answer before.
+    """
+    clock, go = ManualClock(), asyncio.Event()
+    async with world(decode=2, clock=clock) as w:
+        for engine in w.decode:
+            engine.script(scripts.stall)
+            engine.admin["/health"] = scripts.gate(go, scripts.whole(b""))
+        client = await w.client()
+        client.post(COMPLETIONS, completion(), [("x-request-timeout", "5")])
+        await until(lambda: any(engine.requests for engine in w.decode))
+        request = next(engine.requests[0] for engine in w.decode if engine.requests)
+        await clock.reach(5)
+        assert (await client.answer()).status == 504
+        assert not request.left.is_set()
+        if healthy:
+            go.set()
+        else:
+            await clock.reach(HEALTH_GRACE)
+        await closed(request)
+        await w.quiet()
+        assert ends(w) == ["aborted" if healthy else "released"]
+        assert sum(len(engine.releases) for engine in w.decode) == (not healthy)
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])

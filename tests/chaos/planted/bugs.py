@@ -392,9 +392,11 @@ BUGS: Mapping[str, Bug] = {
             Change(
                 "serving/dispatch/decode_leg.py",
                 """\
-                custody.release()  # whatever has not ended by now
+                    custody.release()  # whatever has not ended by now
 """,
-                "",
+                """\
+                    pass
+""",
             ),
             Change(
                 "serving/dispatch/attempt.py",

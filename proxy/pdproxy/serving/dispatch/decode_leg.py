@@ -77,9 +77,7 @@ ACCEPT_GRACE = 0.15
 with the clock's tick), and as many from a stream's headers to its first data.
 """
 ACCEPTED_UNSEEN = 1.0
-"""Seconds behind which an engine that is healthy has the request, if the answer is not streamed;
-and that it has to say so.
-"""
+"""Seconds behind which an engine that is healthy has the request, if the answer is not streamed."""
 
 
 class DecodeLeg:
@@ -93,6 +91,7 @@ class DecodeLeg:
         "_asking",
         "_attempt",
         "_client",
+        "_closes_later",
         "_custody",
         "_data_came",
         "_ended_by",
@@ -147,6 +146,8 @@ class DecodeLeg:
         self._leg: Leg | None = None
         self._sent_at = 0.0
         """When the request was written, in seconds of the clock."""
+        self._closes_later = False
+        """Whether the custodian closes it, and ends its custody."""
         self._turn: OpenTurn | None = None
         self._expected = 0
         """Prompt tokens that the auditor expects by KV transfer."""
@@ -275,7 +276,7 @@ class DecodeLeg:
             return self._failed(error)
         finally:
             open_legs.remove(self, ended_well=resources.now() if verdict is GOOD else None)
-            if self._leg is not None:
+            if self._leg is not None and not self._closes_later:
                 if self._whole:
                     self._leg.let_finish(FINISH_GRACE)
                 else:
@@ -293,7 +294,8 @@ class DecodeLeg:
                     resources.auditor.over(
                         self._engine, self._expected, loaded=custody.how is End.LOADED
                     )
-                custody.release()  # whatever has not ended by now
+                if not self._closes_later:
+                    custody.release()  # whatever has not ended by now
             if beside:
                 beside = (beside + open_legs.flowing) // 2
                 open_legs.flowing -= 1
@@ -439,6 +441,20 @@ class DecodeLeg:
             # What waits for the KV gets it, and what does not leaves it to the prefill engine's
             # lease.
             custody.end(End.ABORTED)
+        elif (
+            not self._request.parsed.stream
+            and resources.clock.now() - self._sent_at > ACCEPTED_UNSEEN
+        ):
+            # The client may have had a deadline: it does not wait for the engine's answer.
+            self._closes_later, self._attempt.custody = True, None
+            closing = late_close.ask_and_close(
+                self._leg,
+                custody,
+                partial(resources.is_alive, self._url),
+                resources.clock,
+                in_silence=self._in_silence,
+            )
+            resources.custodian.spawn(closing, "is a silent engine healthy")
         elif await self._is_accepted():
             custody.end(End.ABORTED, in_silence=self._in_silence)
 
@@ -462,13 +478,9 @@ class DecodeLeg:
 
         A stream shows it by its headers, unless an error follows: an engine may refuse a request in
         the stream. What shows nothing behind its headers waits for its turn, or for KV. An answer
-        that is not streamed shows nothing before its end. Then the engine is asked for its health,
-        if it has had `ACCEPTED_UNSEEN` seconds: one that stands still may not have read the
-        request.
+        that is not streamed shows nothing before its end.
         """
         relay, clock = self.relay, self._resources.clock
-        if not self._request.parsed.stream and clock.now() - self._sent_at > ACCEPTED_UNSEEN:
-            return await self._is_healthy()
         try:
             with clock.within(ACCEPT_GRACE):
                 await relay.accepted.wait()
@@ -486,13 +498,6 @@ class DecodeLeg:
         except TimeoutError:
             pass
         return True
-
-    async def _is_healthy(self) -> bool:
-        try:
-            with self._resources.clock.within(ACCEPTED_UNSEEN):
-                return await self._resources.is_alive(self._url)
-        except TimeoutError:
-            return False
 
     # -- as an open leg of its engine
 
