@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pdproxy.serving.kv.custodian import Custodian
-from pdproxy.serving.kv.custody import Custody
+from pdproxy.serving.kv.custody import Custody, End
 from tests.chaos.finding import Finding, shortened
 
 
@@ -18,12 +18,18 @@ class KvBooks:
         self._wrong: list[str] = []
         self.made = 0
         self.ended = 0
+        self._closed: list[str] = []
+        """The ids of handles that decode engines had, which were given up behind the prefill's
+        answer: their requests were closed.
+        """
         for name in ("take", "promise"):
             setattr(custodian, name, self._making(getattr(custodian, name)))
         ended = custodian.ended
 
         def note(custody: Custody, how: Any) -> None:
             self.ended += 1
+            if how in (End.ABORTED, End.LOST) and custody.was_asked and not custody.promised:
+                self._closed.append(custody.handle.remote_request_id)
             if self._live.pop(id(custody), None) is None:
                 self._wrong.append(
                     f"{custody.handle.remote_request_id} ended ({how.label}), and was not held"
@@ -43,6 +49,12 @@ class KvBooks:
             return custody
 
         return made
+
+    def was_closed(self, request: str) -> bool:
+        """Return whether a decode engine's request, by the engine's own id, was closed between the
+        prefill's answer and the push of its KV, as far as the proxy knows.
+        """
+        return any(ident in request for ident in self._closed)
 
     def findings(self) -> list[Finding]:
         """Return what is wrong once nothing may be held any more."""

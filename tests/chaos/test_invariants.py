@@ -15,8 +15,11 @@ import pytest
 
 from pdproxy.observe.events import Gaps, HandleEnded, RequestEnded
 from pdproxy.serving.access.clients import Client
+from pdproxy.serving.kv.custody import End
+from pdproxy.serving.kv.orphans import PrefillRecord
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer import registry
+from pdproxy.transfer.contract import Handle
 from tests.chaos import invariants
 from tests.chaos.clients import Outcome
 from tests.chaos.finding import Finding
@@ -199,6 +202,40 @@ def test_what_is_held_when_all_is_quiet(breaks: Callable[[World], None], rule: s
         return before, after
 
     assert run(main) == (set(), {rule})
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        (End.ABORTED, set()),
+        (End.LOST, set()),
+        (End.LOADED, {"blocks are freed"}),
+        (End.RELEASED, {"blocks are freed"}),
+    ],
+)
+def test_a_push_that_is_awaited_when_all_is_quiet(end: End, expected: set[str]) -> None:
+    """A decode engine may wait only for the KV of requests that were closed, as far as none is
+    counted.
+    """
+
+    async def main(network: VirtualNetwork) -> tuple[set[str], set[str]]:
+        world = World(Options(connector="nixl-push", prefill=1, decode=1), network, Trace())
+        await world.begin()
+        prefill, decode = world.engines
+        (core,) = decode.sim.engine._cores
+        connector: Any = core.connector
+        connector.expected["cmpl-leg-0-abc"] = SimpleNamespace(since=0.0)
+        before = rules(invariants.quiet(world))
+        record = PrefillRecord(prefill.url, None, (), lambda body: None, decode.url)
+        custody = world.proxy.custodian.take(Handle(b"{}", None, 1, "leg"), record)
+        custody.spend(world.proxy.engines[decode.url].in_ledger.run_number)
+        custody.end(end)
+        after = rules(invariants.quiet(world))
+        connector.expected.clear()
+        await _stop(world)
+        return before, after
+
+    assert run(main) == ({"blocks are freed"}, expected)
 
 
 async def _stop(world: World) -> None:

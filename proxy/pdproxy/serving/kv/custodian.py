@@ -108,7 +108,7 @@ KV_STUCK = gauge(
     "pdproxy_kv_stuck",
     "requests",
     "Requests of a decode engine that may wait for KV that will not come, and keep their blocks. "
-    "An upper bound",
+    "An estimate: some keep nothing, and some that do are not known",
     NODE,
     workers=MergeRule.SUM,
 )

@@ -2,9 +2,11 @@
 
 Where a prefill engine pushes, nothing but the push frees the blocks that a decode engine has
 reserved. If the prefill fails, the request is closed there, but its blocks stay taken until the
-engine frees them after a time of its own, or restarts. The proxy can only count them. An engine
-that had not begun with the request keeps nothing: so the count is an upper bound. An engine that is
-removed keeps its blocks, too: they count again once it is back, if it was not restarted meanwhile.
+engine frees them after a time of its own, or restarts. The proxy can only count them, and the count
+is an estimate. An engine that had not begun with the request keeps nothing. And a request that was
+closed between the prefill's answer and the push is not counted: its KV mostly comes, and no engine
+shows whether it has. An engine that is removed keeps its blocks, too: they count again once it is
+back, if it was not restarted meanwhile.
 """
 
 from __future__ import annotations
