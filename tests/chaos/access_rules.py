@@ -11,8 +11,9 @@ from tests.chaos.clients import Outcome
 from tests.chaos.finding import Finding, shortened
 
 LATE = 0.5
-"""Seconds that an answer may come after its client's deadline: ticks of the proxy's clock, the way
-of the answer.
+"""Seconds that an answer may come after its client's deadline: ticks of the proxy's clock, twice
+`decode_leg.ACCEPT_GRACE`, in which a decode engine may show that it has the request, and the way of
+the answer.
 """
 _AT_ONCE = 0.001
 """Seconds within which the order of two things is not known."""
