@@ -14,6 +14,7 @@ from pdproxy.wire.fields import NEVER_FROM_CLIENTS, body_request_id
 from pdproxy.wire.lenient_json import check_content_type
 from pdproxy.wire.request import parse
 from pdproxy.wire.route import Route
+from pdproxy.wire.sent_body import joined
 
 OURS = Handle(b'{"do_remote_prefill":true,"mark":"ours"}', b"[1,2]", 2, "id")
 _PROMPT = "prompt_token_ids"
@@ -45,9 +46,9 @@ def check_body(route: Route, body: bytes) -> None:
         if isinstance(out, dict):
             assert _same(_as_read(out), _as_read(expected)), "an engine would read something else"
     body_request_id(parsed.fields)
-    bodies = [alone_body(parsed, None)]
+    bodies = [joined(alone_body(parsed, None))]
     for prompt in parsed.prompts:
-        bodies.append(alone_body(parsed, prompt))
+        bodies.append(joined(alone_body(parsed, prompt)))
         asked, given = (
             prefill(parsed, prompt, NO_DISPATCH).body,
             decode(parsed, prompt, OURS, NO_DISPATCH).body,

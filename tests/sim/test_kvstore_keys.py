@@ -17,6 +17,7 @@ from pdproxy.transfer.kvstore_keys import KVSTORE_KEYS
 from pdproxy.wire.engine import prefill_answer
 from pdproxy.wire.request import parse
 from pdproxy.wire.route import Route
+from pdproxy.wire.sent_body import joined
 from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.kvstore_keys import refusal
 from pdproxy_lab.sim.request import EngineDeadError
@@ -281,7 +282,7 @@ async def test_engines_that_share_a_folder(tmp_path):
                 json.loads(KVSTORE_KEYS.decode(request, prompt, handle, dispatch).body),
             )
             assert external(d.engine) - before == len(ids) - 1
-            alone = await told(p.port, path, json.loads(alone_body(request, prompt)))
+            alone = await told(p.port, path, json.loads(joined(alone_body(request, prompt))))
             texts = [json.loads(one.answer.body)["choices"][0] for one in (split, alone)]
             assert texts[0] == texts[1]
 

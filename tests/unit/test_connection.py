@@ -13,7 +13,14 @@ from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, Wait
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import EngineClient
-from pdproxy.upstream.connection import LARGE_READ, MAX_HEAD, EngineConnection, Headers
+from pdproxy.upstream.connection import (
+    LARGE_READ,
+    MAX_HEAD,
+    TWO_READS,
+    EngineConnection,
+    Headers,
+    Message,
+)
 from tests.fakes.legs import CHUNKED, LAST, Heard
 from tests.fuzz.ingress import Transport
 
@@ -74,7 +81,7 @@ async def server() -> AsyncIterator[tuple[Server, EngineClient]]:
     listening.close()
 
 
-def request(client: EngineClient) -> bytes | tuple[bytes, bytes]:
+def request(client: EngineClient) -> Message:
     return client.request("/v1/completions", (), b"x")
 
 
@@ -243,6 +250,23 @@ async def test_others_have_their_turn_behind_a_large_read() -> None:
     assert transport.reading_paused, "the pause of the client stays"
     leg.resume()
     assert not transport.reading_paused
+
+
+@pytest.mark.parametrize(
+    ("length", "waits"), [(TWO_READS, False), (TWO_READS + 1, True)], ids=["fits", "does not"]
+)
+async def test_an_answer_of_two_reads_needs_one_turn(length: int, waits: bool) -> None:
+    """Its second read comes at once. A third never does: others have their turn first."""
+    transport = Transport()
+    connection = EngineConnection("engine", lambda _: None, lambda _: None)
+    connection.connection_made(transport)
+    connection.send(b"", Heard())
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % length
+    connection.data_received(head + b"x" * LARGE_READ)
+    assert transport.reading_paused == waits
+    await asyncio.sleep(0)
+    connection.data_received(b"x" * LARGE_READ)
+    assert transport.reading_paused
 
 
 class Stuck(Transport):

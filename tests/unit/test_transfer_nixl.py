@@ -18,6 +18,7 @@ from pdproxy.transfer.nixl import NIXL, at_host
 from pdproxy.transfer.refusal import release_body
 from pdproxy.wire.engine import PrefillAnswer, prefill_answer
 from pdproxy.wire.route import Route
+from pdproxy.wire.sent_body import joined
 from tests.fakes.prompts import parsed, read
 
 DATA = Path(__file__).parents[1] / "data"
@@ -125,7 +126,7 @@ def test_the_decode_body(route: Route) -> None:
     assert body.pop("stream_options") == {"include_usage": True, "continuous_usage_stats": False}
     assert body.pop("return_token_ids") is True
     assert body == {name: json.loads(bytes(value)) for name, value in request.fields.items()}
-    alone = json.loads(alone_body(request, request.prompts[0]))
+    alone = json.loads(joined(alone_body(request, request.prompts[0])))
     assert "kv_transfer_params" not in alone
 
 

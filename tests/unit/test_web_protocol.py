@@ -120,8 +120,18 @@ async def test_behind_a_large_read_others_have_their_turn() -> None:
     assert not transport.reading_paused
 
 
-async def test_a_connection_counts_its_reads() -> None:
-    """Those of a body are such reads."""
+@pytest.mark.parametrize(
+    ("framing", "waits"),
+    [
+        (b"content-length: 900000", True),
+        (b"content-length: %d" % (200_000 + protocol.ONE_READ + 1), True),
+        (b"content-length: %d" % (200_000 + protocol.ONE_READ), False),
+        (b"transfer-encoding: chunked", True),
+    ],
+    ids=["long", "a byte too long for one read more", "one read more", "unknown"],
+)
+async def test_a_connection_counts_its_reads(framing: bytes, *, waits: bool) -> None:
+    """Those of a body are such reads, unless the next one is its last one."""
     entry, transport = Ingress(), Transport()
     made = entry.config.http_protocol_class(  # type: ignore[call-arg]
         config=entry.config,
@@ -131,10 +141,11 @@ async def test_a_connection_counts_its_reads() -> None:
     )
     made.connection_made(transport)
     made.data_received(
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 900000\r\n\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n%b\r\n\r\n" % framing
+        + (b"186a00\r\n" if b"chunked" in framing else b"")
         + b"x" * 200_000
     )
-    assert transport.reading_paused
+    assert transport.reading_paused == waits
     await asyncio.sleep(0)
     assert not transport.reading_paused
     made.connection_lost(None)

@@ -20,6 +20,7 @@ from pdproxy.wire.fields import NEVER_FROM_CLIENTS, body_request_id
 from pdproxy.wire.request import parse
 from pdproxy.wire.route import Route
 from pdproxy.wire.route_form import Alone
+from pdproxy.wire.sent_body import joined
 from pdproxy.wire.unusual import MEDIUM
 
 JSON = st.recursive(
@@ -56,7 +57,7 @@ def test_any_object_is_read_and_comes_out_as_it_went_in(route: Route, body: dict
             assert out[name] == value
     for prompt in parsed.prompts:
         json.loads(prefill(parsed, prompt, NO_DISPATCH).body)
-        json.loads(alone_body(parsed, prompt))
+        json.loads(joined(alone_body(parsed, prompt)))
     body_request_id(parsed.fields)
 
 

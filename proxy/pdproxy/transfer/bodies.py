@@ -12,6 +12,7 @@ from pdproxy.wire.fields import Fields
 from pdproxy.wire.request import Parsed
 from pdproxy.wire.route import Route
 from pdproxy.wire.route_form import Prompt, RouteForm
+from pdproxy.wire.sent_body import SentBody, params_with_ids, sent_body
 
 _TRUE = raw(b"true")
 _USAGE_AT_THE_END = raw(b'{"include_usage":true,"continuous_usage_stats":false}')
@@ -80,7 +81,7 @@ def added_fields(parsed: Parsed) -> set[str]:
     return added - parsed.fields.keys()
 
 
-def alone_body(parsed: Parsed, prompt: Prompt | None) -> bytes:
+def alone_body(parsed: Parsed, prompt: Prompt | None) -> SentBody:
     """Return the body for one engine that serves the request, or one of its prompts, without KV
     transfer.
     """
@@ -88,8 +89,8 @@ def alone_body(parsed: Parsed, prompt: Prompt | None) -> bytes:
         fields = dict(parsed.fields)
         if parsed.adds_usage:
             fields["stream_options"] = _USAGE_AT_THE_END
-        return encode(fields)
-    return encode(decode_fields(parsed, prompt))
+        return sent_body(fields, parsed.body_bytes)
+    return sent_body(decode_fields(parsed, prompt), parsed.body_bytes)
 
 
 def with_ids(fields: Fields, route: Route, ids: TokenIds) -> None:
@@ -105,13 +106,6 @@ def with_ids(fields: Fields, route: Route, ids: TokenIds) -> None:
     fields["kv_transfer_params"] = raw(
         params_with_ids(bytes(fields["kv_transfer_params"]), ids.json)
     )
-
-
-def params_with_ids(params: bytes, ids: bytes) -> bytes:
-    """Return `kv_transfer_params`, a JSON object that is not empty, with a prompt's ids (a JSON
-    array) as their last field.
-    """
-    return params[: params.rindex(b"}")] + b',"prompt_token_ids":' + ids + b"}"
 
 
 def until_length(fields: Fields, form: RouteForm) -> Fields:

@@ -22,6 +22,7 @@ from pdproxy.wire.notices import Notice
 from pdproxy.wire.request import Parsed
 from pdproxy.wire.route import Route
 from pdproxy.wire.route_form import Alone, Prompt
+from pdproxy.wire.sent_body import SentBody, joined, sent_body
 
 
 class Receiver(msgspec.Struct, frozen=True):
@@ -74,8 +75,13 @@ class LegRequest(msgspec.Struct, frozen=True):
     """
 
     route: Route
-    body: bytes
+    content: SentBody
     headers: tuple[tuple[bytes, bytes], ...] = ()
+
+    @property
+    def body(self) -> bytes:
+        """The body in one piece."""
+        return joined(self.content)
 
 
 class FirstToken(msgspec.Struct, frozen=True):
@@ -521,3 +527,15 @@ def raw(value: bytes) -> msgspec.Raw:
 def encode(fields: Fields) -> bytes:
     """Return the JSON of a body: a copy of each field's bytes, nothing is parsed."""
     return msgspec.json.encode(fields)
+
+
+def leg(
+    parsed: Parsed,
+    fields: Fields,
+    headers: tuple[tuple[bytes, bytes], ...] = (),
+    ids: bytes | None = None,
+) -> LegRequest:
+    """Return a leg on the request's own route, whose body has these fields, and the prompt's `ids`
+    in its `kv_transfer_params` if they are not None.
+    """
+    return LegRequest(parsed.route, sent_body(fields, parsed.body_bytes, ids), headers)

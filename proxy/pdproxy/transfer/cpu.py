@@ -28,6 +28,7 @@ from pdproxy.transfer.contract import (
     HeldByDecode,
     LegRequest,
     encode,
+    leg,
     raw,
 )
 from pdproxy.transfer.entry import Entry
@@ -63,14 +64,14 @@ def prefill(parsed: Parsed, prompt: Prompt, _dispatch: Dispatch) -> LegRequest:
     """Return the prefill leg: the client's request with one token. More than one would make the KV
     unusable.
     """
-    return LegRequest(parsed.route, encode(prefill_fields(parsed, prompt)))
+    return leg(parsed, prefill_fields(parsed, prompt))
 
 
 def decode(parsed: Parsed, prompt: Prompt, given: Handle, _dispatch: Dispatch) -> LegRequest:
     """Return the decode leg: the client's request with the prefill engine's answer."""
     fields = decode_fields(parsed, prompt)
     fields["kv_transfer_params"] = raw(given.params)
-    return LegRequest(parsed.route, encode(fields))
+    return leg(parsed, fields)
 
 
 def release_leg(model: str | None, given: Handle) -> LegRequest:

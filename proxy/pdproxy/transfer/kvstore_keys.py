@@ -24,7 +24,7 @@ from pdproxy.transfer.contract import (
     Dispatch,
     Handle,
     LegRequest,
-    encode,
+    leg,
     raw,
 )
 from pdproxy.transfer.entry import Entry
@@ -47,7 +47,7 @@ def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
         prefix_prompt_ids=ids, kvcache_store_keys=store_keys(ids, _scope(parsed))
     )
     fields["kv_transfer_params"] = raw(params.as_json())
-    return LegRequest(parsed.route, encode(fields))
+    return leg(parsed, fields)
 
 
 def handle(_parsed: Parsed, answer: PrefillAnswer, dispatch: Dispatch) -> Handle | str:
@@ -63,7 +63,7 @@ def decode(parsed: Parsed, prompt: Prompt, _given: Handle, dispatch: Dispatch) -
         prefix_prompt_ids=ids, kvcache_load_keys=store_keys(ids, _scope(parsed))
     )
     fields["kv_transfer_params"] = raw(params.as_json())
-    return LegRequest(parsed.route, encode(fields))
+    return leg(parsed, fields)
 
 
 def _scope(parsed: Parsed) -> str:

@@ -45,6 +45,7 @@ from pdproxy.transfer.contract import (
     HeldByDecode,
     LegRequest,
     encode,
+    leg,
     raw,
 )
 from pdproxy.transfer.entry import Entry
@@ -226,7 +227,7 @@ def lmcache_pd(options: LMCacheOptions = _DEFAULTS) -> Contract:
     def decode(parsed: Parsed, prompt: Prompt, given: Handle, _dispatch: Dispatch) -> LegRequest:
         """Return the decode leg: what comes behind the first token, or the client's own request."""
         if given.first is None:
-            return LegRequest(parsed.route, encode(decode_fields(parsed, prompt)))
+            return leg(parsed, decode_fields(parsed, prompt))
         fields = _passed(parsed)
         for name in ("stream", "return_token_ids"):
             if name in parsed.fields:

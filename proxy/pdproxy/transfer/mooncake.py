@@ -33,7 +33,7 @@ from pdproxy.transfer.contract import (
     Handle,
     LegRequest,
     PushedToDecode,
-    encode,
+    leg,
     raw,
 )
 from pdproxy.transfer.entry import Entry
@@ -68,7 +68,7 @@ def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
     fields["kv_transfer_params"] = raw(msgspec.json.encode(prefill_params(dispatch.leg_id)))
     if (ids := dispatch.prefill_ids) is not None:
         with_ids(fields, parsed.route, ids)
-    return LegRequest(parsed.route, encode(fields), dispatch.prefill_peer.headers)
+    return leg(parsed, fields, dispatch.prefill_peer.headers)
 
 
 def promise(_parsed: Parsed, dispatch: Dispatch) -> Handle | None:
@@ -112,7 +112,7 @@ def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) ->
     if given.token_ids is not None and not same_text and not prompt.media:
         with_ids(fields, parsed.route, TokenIds(given.token_ids, given.prompt_tokens))
     peer = dispatch.decode_peer
-    return LegRequest(parsed.route, encode(fields), peer.headers if peer is not None else ())
+    return leg(parsed, fields, peer.headers if peer is not None else ())
 
 
 def transfer_id(request_id: str) -> str:

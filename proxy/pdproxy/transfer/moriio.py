@@ -44,7 +44,6 @@ import msgspec
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.bodies import (
     decode_fields,
-    params_with_ids,
     prefill_fields,
     until_length,
     with_ids,
@@ -57,7 +56,7 @@ from pdproxy.transfer.contract import (
     Handle,
     LegRequest,
     PushedToDecode,
-    encode,
+    leg,
     raw,
 )
 from pdproxy.transfer.entry import Entry
@@ -133,7 +132,7 @@ def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
     fields["kv_transfer_params"] = raw(msgspec.json.encode(params))
     if (ids := dispatch.prefill_ids) is not None:
         with_ids(fields, parsed.route, ids)
-    return LegRequest(parsed.route, encode(fields), peer.headers)
+    return leg(parsed, fields, peer.headers)
 
 
 def handle(_parsed: Parsed, answer: PrefillAnswer, dispatch: Dispatch) -> Handle | str:
@@ -188,13 +187,14 @@ def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) ->
     peer, _ = _peers(dispatch)
     fields = decode_fields(parsed, prompt)
     params = _to_writers_peer(peer, dispatch) if peer.mode == WRITE else given.params
+    ids = None
     if given.token_ids is not None and not prompt.media:
         if parsed.route is not Route.COMPLETIONS:
-            params = params_with_ids(params, given.token_ids)
+            ids = given.token_ids
         elif dispatch.ids is not None:
             with_ids(fields, parsed.route, TokenIds(given.token_ids, given.prompt_tokens))
     fields["kv_transfer_params"] = raw(params)
-    return LegRequest(parsed.route, encode(fields))
+    return leg(parsed, fields, ids=ids)
 
 
 def _to_writers_peer(peer: Peer, dispatch: Dispatch) -> bytes:

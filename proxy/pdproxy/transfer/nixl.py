@@ -13,7 +13,7 @@ import dataclasses
 import msgspec
 
 from pdproxy.tokens.ids import TokenIds
-from pdproxy.transfer.bodies import decode_fields, params_with_ids, prefill_fields, with_ids
+from pdproxy.transfer.bodies import decode_fields, prefill_fields, with_ids
 from pdproxy.transfer.contract import (
     ALL_ROUTES,
     Capabilities,
@@ -23,7 +23,7 @@ from pdproxy.transfer.contract import (
     Handle,
     HeldByPrefill,
     LegRequest,
-    encode,
+    leg,
     raw,
 )
 from pdproxy.transfer.entry import Entry
@@ -74,7 +74,7 @@ def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
     fields["kv_transfer_params"] = _ASK if dispatch.turn is None else raw(dispatch.turn)
     if (ids := dispatch.prefill_ids) is not None:
         with_ids(fields, parsed.route, ids)
-    return LegRequest(parsed.route, encode(fields))
+    return leg(parsed, fields)
 
 
 def handle(_parsed: Parsed, answer: PrefillAnswer, _dispatch: Dispatch) -> Handle | str:
@@ -133,15 +133,15 @@ def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) ->
     fields = decode_fields(parsed, prompt)
     if dispatch.answer_ids:
         fields["return_token_ids"] = raw(b"true")
-    params = given.params
+    ids = None
     if given.token_ids is not None and not prompt.media:  # engines ignore them beside media
         if parsed.route is not Route.COMPLETIONS:
-            params = params_with_ids(params, given.token_ids)
+            ids = given.token_ids
         elif dispatch.ids is not None:
             # Never our own ids: a decode engine crashes if its prompt is not the handle's.
             with_ids(fields, parsed.route, TokenIds(given.token_ids, given.prompt_tokens))
-    fields["kv_transfer_params"] = raw(params)
-    return LegRequest(parsed.route, encode(fields))
+    fields["kv_transfer_params"] = raw(given.params)
+    return leg(parsed, fields, ids=ids)
 
 
 def at_host(given: Handle, host: str) -> Handle:

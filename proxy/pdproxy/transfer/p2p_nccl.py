@@ -42,6 +42,7 @@ from pdproxy.transfer.contract import (
     HeldByDecode,
     LegRequest,
     encode,
+    leg,
     raw,
 )
 from pdproxy.transfer.entry import Entry
@@ -72,7 +73,7 @@ def registered(registration: Registration) -> tuple[Peer, ...] | str:
 
 def prefill(parsed: Parsed, prompt: Prompt, _dispatch: Dispatch) -> LegRequest:
     """Return the prefill leg: the client's request with one token."""
-    return LegRequest(parsed.route, encode(prefill_fields(parsed, prompt)))
+    return leg(parsed, prefill_fields(parsed, prompt))
 
 
 def handle(parsed: Parsed, answer: PrefillAnswer, dispatch: Dispatch) -> Handle | str:
@@ -94,7 +95,7 @@ def handle(parsed: Parsed, answer: PrefillAnswer, dispatch: Dispatch) -> Handle 
 
 def decode(parsed: Parsed, prompt: Prompt, _given: Handle, _dispatch: Dispatch) -> LegRequest:
     """Return the decode leg: the client's request."""
-    return LegRequest(parsed.route, encode(decode_fields(parsed, prompt)))
+    return leg(parsed, decode_fields(parsed, prompt))
 
 
 def release_leg(_model: str | None, given: Handle) -> LegRequest:

@@ -21,7 +21,7 @@ from pdproxy.transfer.contract import (
     Dispatch,
     Handle,
     LegRequest,
-    encode,
+    leg,
 )
 from pdproxy.transfer.entry import Entry
 from pdproxy.transfer.handles import unclaimed
@@ -33,7 +33,7 @@ from pdproxy.wire.route_form import Prompt
 
 def prefill(parsed: Parsed, prompt: Prompt, _dispatch: Dispatch) -> LegRequest:
     """Return the prefill leg: the client's request with one token."""
-    return LegRequest(parsed.route, encode(prefill_fields(parsed, prompt)))
+    return leg(parsed, prefill_fields(parsed, prompt))
 
 
 def handle(_parsed: Parsed, answer: PrefillAnswer, _dispatch: Dispatch) -> Handle | str:
@@ -45,7 +45,7 @@ def handle(_parsed: Parsed, answer: PrefillAnswer, _dispatch: Dispatch) -> Handl
 
 def decode(parsed: Parsed, prompt: Prompt, _given: Handle, _dispatch: Dispatch) -> LegRequest:
     """Return the decode leg: the client's request."""
-    return LegRequest(parsed.route, encode(decode_fields(parsed, prompt)))
+    return leg(parsed, decode_fields(parsed, prompt))
 
 
 NAME = "shared"

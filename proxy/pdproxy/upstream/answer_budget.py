@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from pdproxy.kit.errors import AnswerBudgetError, AnswerTooLargeError, EngineError
+from pdproxy.kit.pieces import Pieces, added, joined
 
 MAX_ANSWER = 128 << 20
 """The default limit of bytes for one answer."""
@@ -49,12 +50,9 @@ class AnswerBudget:
 
 
 class BudgetShare:
-    """What one leg holds: `size` bytes. Those that were added are kept here, in one buffer.
+    """What one leg holds: `size` bytes. Those that were added are kept here."""
 
-    A list of tiny parts would cost many times their bytes.
-    """
-
-    __slots__ = ("_budget", "_buffer", "_limit", "_what", "kept", "size")
+    __slots__ = ("_budget", "_held", "_limit", "_what", "kept", "size")
     _error: ClassVar[type[EngineError]] = AnswerTooLargeError
     """What is raised over the limit."""
 
@@ -62,9 +60,9 @@ class BudgetShare:
         self._budget = budget
         self._limit = limit
         self._what = what
-        self._buffer: bytes | bytearray = b""
+        self._held: Pieces = b""
         self.kept = 0
-        """Bytes in the buffer."""
+        """Bytes that are kept here."""
         self.size = 0
 
     def __del__(self) -> None:
@@ -119,7 +117,7 @@ class BudgetShare:
     def drop(self) -> None:
         """Hold nothing any more: the leg has failed, and others may still refer to the share."""
         self.shrink(self.size)
-        self._buffer, self.kept = b"", 0
+        self._held, self.kept = b"", 0
 
     def shrink(self, count: int) -> None:
         """Hold `count` bytes less."""
@@ -127,7 +125,7 @@ class BudgetShare:
         self._budget.held -= count
 
     def add(self, chunk: bytes) -> None:
-        """Append bytes to the buffer. Raises as `grow`."""
+        """Keep bytes behind those that are kept. Raises as `grow`."""
         count = len(chunk)
         budget, size = self._budget, self.size + count
         if size > self._limit or budget.held + count > budget.max_total:
@@ -135,31 +133,36 @@ class BudgetShare:
         budget.held += count
         self.size = size
         if not self.kept:
-            self._buffer = chunk  # most answers come in one read: those are not copied
+            self._held = chunk  # most answers come in one read: those are not copied
+        elif isinstance(self._held, bytearray):
+            self._held += chunk
         else:
-            if not isinstance(self._buffer, bytearray):
-                self._buffer = bytearray(self._buffer)
-            self._buffer += chunk
+            self._held = added(self._held, chunk)
         self.kept += count
 
-    def ends_with(self, end: bytes) -> bool:
-        """Return whether the buffer ends so."""
-        return self._buffer.endswith(end)
+    def ends_with(self, byte: bytes) -> bool:
+        """Return whether this is the last byte that is kept."""
+        last = self._held[-1] if isinstance(self._held, list) else self._held
+        return last.endswith(byte)
 
     def take_counted(self) -> bytes:
-        """Return the buffer's bytes and empty it. The bytes still count, although the caller has
-        them now.
+        """Return the bytes that are kept, and keep them no more. They still count, although the
+        caller has them now.
         """
-        whole, self._buffer, self.kept = self._buffer, b"", 0
-        return whole if isinstance(whole, bytes) else bytes(whole)
+        held, self._held, self.kept = self._held, b"", 0
+        return joined(held)
 
-    def take(self) -> bytes:
-        """Return the buffer's bytes and empty it. The bytes no longer count."""
-        kept, buffer = self.kept, self._buffer
-        self._buffer, self.kept = b"", 0
+    def take(self, behind: bytes = b"") -> bytes:
+        """Return the bytes that are kept, and those `behind` them, and keep them no more. They no
+        longer count.
+        """
+        kept, held = self.kept, self._held
+        self._held, self.kept = b"", 0
         self.size -= kept
         self._budget.held -= kept
-        return buffer if isinstance(buffer, bytes) else bytes(buffer)
+        if behind:
+            held = added(held, behind) if kept else behind
+        return joined(held)
 
     def _too_large(self, what: str | None = None) -> EngineError:
         setting = " (limits.max_answer_bytes)" if self._limit == self._budget.max_answer else ""

@@ -35,6 +35,7 @@ from pdproxy.upstream.answer_form import AnswerForm
 from pdproxy.upstream.connection import EngineConnection, Headers, Leg, Message, Sink
 from pdproxy.upstream.reach import NotAllowedError, check
 from pdproxy.upstream.sockets import watch_peer
+from pdproxy.wire.sent_body import SentBody
 
 LOCAL_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 """Errors at connecting that this process or machine causes, not the engine."""
@@ -43,8 +44,8 @@ _PLAIN_HTTP = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST"})
 
 
 JOINED = 64 << 10
-"""Bytes of a body that is written together with its head. Copying a larger one costs more than a
-second write.
+"""Bytes of a body that is written together with its head. Copying a larger one costs more than
+a second buffer.
 """
 MAX_RELEASE_ANSWER = 1 << 20
 """Bytes of an answer to `EngineClient.whole`: a token, or a refusal."""
@@ -224,10 +225,13 @@ class EngineClient:
     def __repr__(self) -> str:
         return f"<EngineClient {self.url}: {len(self._all)} connections, {len(self._idle)} idle>"
 
-    def request(self, path: str, headers: tuple[tuple[bytes, bytes], ...], body: bytes) -> Message:
+    def request(
+        self, path: str, headers: tuple[tuple[bytes, bytes], ...], body: SentBody
+    ) -> Message:
         """Return a POST of JSON, with the engine's key if there is one."""
         if (key := self._key()) is not None:
             headers = (*headers, (b"authorization", b"Bearer " + key.encode()))
+        size = sum(map(len, body)) if isinstance(body, tuple) else len(body)
         lines = b""
         for header in headers:
             lines += b"%b: %b\r\n" % header
@@ -237,11 +241,13 @@ class EngineClient:
             % (
                 (self._prefix + path).encode(),
                 self._netloc,
-                len(body),
+                size,
                 lines,
             )
         )
-        return head + body if len(body) <= JOINED else (head, body)
+        if isinstance(body, tuple):
+            return (head, *body)
+        return head + body if size <= JOINED else (head, body)
 
     async def send(self, request: Request, sink: Sink, *, fresh: bool = False) -> Leg:
         """Send a request and return its leg at once; the answer goes to `sink`.

@@ -37,14 +37,18 @@ LARGE_READ = 128 << 10
 socket that is always full 32 times in a row, 8 MB, and does so for each engine that sends as fast
 as it can.
 """
+TWO_READS = 500_000
+"""Bytes of an answer of known length that is whole behind a second read: uvloop reads 256,000 bytes
+at once. The second one need not wait for a turn of the event loop.
+"""
 MAX_HEAD = 64 << 10
 """Bytes of an answer's headers, and bytes in a row that are not body: heads, interim answers, chunk
 extensions, trailers.
 """
 
 Headers = list[tuple[bytes, bytes]]
-Message = bytes | tuple[bytes, bytes]
-"""A whole request; or its head and its body, if the body is large."""
+Message = bytes | tuple[bytes | memoryview, ...]
+"""A whole request; or its head and the parts of its body, if the body is large."""
 
 
 class Sink(Protocol):
@@ -139,6 +143,7 @@ class EngineConnection(asyncio.Protocol):
         "_complete",
         "_extra",
         "_final",
+        "_fits",
         "_form",
         "_forward",
         "_forward_next",
@@ -182,6 +187,7 @@ class EngineConnection(asyncio.Protocol):
         self._keep = False
         self._answering = False
         self._until_eof = False
+        self._fits = False  # the answer has a known length of at most `TWO_READS`
         self._requests = 0
         self._sent_at = 0.0
         self._paused = False
@@ -234,8 +240,7 @@ class EngineConnection(asyncio.Protocol):
         if isinstance(request, bytes):
             self._transport.write(request)
         else:
-            for part in request:
-                self._transport.write(part)
+            self._transport.writelines(request)
         return Leg(self, self._requests)
 
     def offer_reads(self, forward: ForwardRead) -> None:
@@ -278,7 +283,8 @@ class EngineConnection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
 
     def data_received(self, data: bytes) -> None:
-        if len(data) >= LARGE_READ:
+        is_large = len(data) >= LARGE_READ
+        if is_large and (self._answering or self._sink is None):
             self._pause_shortly()
         forward = self._forward_next
         if forward is not None:
@@ -317,6 +323,8 @@ class EngineConnection(asyncio.Protocol):
                 self._stopped_by or EngineError(f"{self._name} sends no valid HTTP/1.1: {error}")
             )
             return
+        if is_large and begins and not self._fits:
+            self._pause_shortly()
         if self._parts or self._complete:
             self._extra = 0
         elif self._extra > MAX_HEAD:
@@ -411,7 +419,9 @@ class EngineConnection(asyncio.Protocol):
             raise self._stopped_by  # stops the parser
         headers, self._headers = self._headers, []  # a stream's sink drops them long before its end
         by_name = dict(headers)
-        framed = b"content-length" in by_name or b"transfer-encoding" in by_name
+        length = by_name.get(b"content-length")
+        self._fits = length is not None and int(length) <= TWO_READS
+        framed = length is not None or b"transfer-encoding" in by_name
         self._until_eof = not framed and status not in (204, 304)
         try:
             self._sink.head(status, headers)

@@ -11,12 +11,15 @@ from pdproxy.upstream.client import EngineClient
 from pdproxy.upstream.connection import Message
 from pdproxy.upstream.passthrough import EngineWebSocket, PassthroughLeg, PassthroughLegs
 from pdproxy.wire.body_bounds import Body
+from pdproxy.wire.sent_body import SentBody
 
 
 class TracedEngineClient(EngineClient):
     """A client whose legs have a `traceparent` of their own."""
 
-    def request(self, path: str, headers: tuple[tuple[bytes, bytes], ...], body: bytes) -> Message:
+    def request(
+        self, path: str, headers: tuple[tuple[bytes, bytes], ...], body: SentBody
+    ) -> Message:
         """See `EngineClient`."""
         return EngineClient.request(self, path, leg_lines(headers), body)  # `super()` costs more
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from collections.abc import Set as AbstractSet
 
@@ -16,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 
 from pdproxy.kit.errors import BodyTooLargeError, OverloadedError, PdproxyError
 from pdproxy.kit.frames import drop_traceback, frames
+from pdproxy.kit.pieces import Pieces, added, in_buffer, joined
 from pdproxy.observe.events import Observers
 from pdproxy.serving.request.incoming import Incoming
 from pdproxy.settings.keys import KeyRights
@@ -27,7 +29,7 @@ from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.guard import GuardedProtocol
 from pdproxy.web.refusals import report_refusal
 from pdproxy.web.revocable import MakeError
-from pdproxy.wire.body_bounds import LARGE
+from pdproxy.wire.body_bounds import LARGE, Body
 from pdproxy.wire.chunks import chunk
 from pdproxy.wire.client_routes import ADAPTER_HEADER
 from pdproxy.wire.errors import error_body, retry_headers
@@ -328,7 +330,7 @@ class GenerateCycle(ResponseCycle):
             expect_100_continue=expect_100_continue,
         )
         self._route = route
-        self._body: bytes | bytearray = b""
+        self._body: Pieces = b""
         self._size = 0
         """Bytes of the body that are counted."""
         self._body_ended = self._key_error is not None
@@ -362,14 +364,25 @@ class GenerateCycle(ResponseCycle):
             return
         if self._size == 0:
             self._body = body  # most bodies come in one read: those are not copied
-        else:
-            # One buffer: a list of small parts would cost many times their bytes.
-            if not isinstance(self._body, bytearray):
-                self._body = bytearray(self._body)
+        elif isinstance(self._body, bytearray):
             self._body += body
+        else:
+            self._body = added(self._body, body)
+            if size > LARGE:
+                self._body = in_buffer(self._body)  # see `_taken_body`
         self._size = size
         if self._body_wait is not None:
             self._mark_progress()
+
+    @property
+    def missing(self) -> float:
+        """How many bytes of the body have not come yet, without end where its length is not known:
+        in chunks.
+        """
+        for name, value in self._headers:
+            if name == b"content-length" and value.isdigit():
+                return int(value) - self._size
+        return math.inf
 
     def fed(self) -> None:
         """The request's body is complete."""
@@ -479,9 +492,7 @@ class GenerateCycle(ResponseCycle):
         return self._as_read(found)
 
     def _as_read(self, found: dict[bytes, bytes]) -> Incoming:
-        # A large body stays in its buffer, which does not change from now on: a copy would hold up
-        # the event loop.
-        body, self._body = self._body if self._size > LARGE else bytes(self._body), b""
+        body, self._body = self._taken_body(), b""
         forward = hints = _NO_LINES
         path = self._data_path
         if not path.noted.isdisjoint(found):
@@ -507,6 +518,13 @@ class GenerateCycle(ResponseCycle):
             refusal=self.ended_by or self._key_error,
             head=self,
         )
+
+    def _taken_body(self) -> Body:
+        # A large body stays in its buffer, which does not change from now on: a copy would hold up
+        # the event loop.
+        if self._size > LARGE and not isinstance(self._body, list):
+            return self._body
+        return joined(self._body)
 
     def check_head(self, rights: KeyRights) -> None:
         """See `serving.access.keys.Head`."""

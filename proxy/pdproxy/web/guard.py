@@ -37,6 +37,7 @@ from pdproxy.web.connection_bounds import (
     MIN_PART,
     small_parts_error,
 )
+from pdproxy.web.lean_flow_control import LARGE_READ
 from pdproxy.web.slow_senders import SendWatch
 from pdproxy.web.wanted_bodies import WantedBodiesConnection
 
@@ -136,6 +137,10 @@ class GuardedProtocol(WantedBodiesConnection):
         self._cancel_deadline()
         super().linger()
 
+    def ends_soon(self) -> bool:
+        """Return whether a body is being read whose rest comes with one more read."""
+        return False
+
     def switched(self, behind: bytes) -> bool:
         """Return whether the request whose head was just read has changed the protocol. `behind`:
         what has come behind the head.
@@ -171,7 +176,8 @@ class GuardedProtocol(WantedBodiesConnection):
                 self._refuse(self._too_large())
                 return
             self._set_deadline()
-            self.flow.received(len(data))  # type: ignore[attr-defined]
+            if len(data) >= LARGE_READ and not self.ends_soon():
+                self.flow.received(len(data))  # type: ignore[attr-defined]
             return
         if self._offer is not None and not self._discarding:
             self.ignore_offer()

@@ -33,6 +33,8 @@ _PASSED = {
     entry.path: entry.path for entry in TABLE if entry.kind is RouteKind.PASSED and entry.has_body
 }
 _WEBSOCKETS = {entry.path.encode(): entry for entry in TABLE if entry.kind is RouteKind.WEBSOCKET}
+ONE_READ = 250_000
+"""Bytes that come with one read: uvloop reads 256,000 at once."""
 _T = TypeVar("_T")
 
 
@@ -135,6 +137,10 @@ class DataPathProtocol(GuardedProtocol):
             return None
         offers = [value.lower() for name, value in self.headers if name == b"upgrade"]
         return self._found(self.of_websockets) if offers == [b"websocket"] else None
+
+    def ends_soon(self) -> bool:
+        cycle = self.cycle
+        return self._in_body and isinstance(cycle, GenerateCycle) and cycle.missing <= ONE_READ
 
     def switched(self, behind: bytes) -> bool:
         if isinstance(self.cycle, WebSocketCycle):

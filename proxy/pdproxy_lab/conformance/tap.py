@@ -15,6 +15,7 @@ from pdproxy.app.watch import Watch
 from pdproxy.observe.events import Event, RequestEnded
 from pdproxy.upstream.client import EngineClient
 from pdproxy.upstream.connection import Message
+from pdproxy.wire.sent_body import SentBody, joined
 
 _E = TypeVar("_E")
 
@@ -111,9 +112,9 @@ def _tapped(note: Callable[[TappedLeg], None]) -> type[EngineClient]:
 
     class TappedClient(EngineClient):
         def request(
-            self, path: str, headers: tuple[tuple[bytes, bytes], ...], body: bytes
+            self, path: str, headers: tuple[tuple[bytes, bytes], ...], body: SentBody
         ) -> Message:
-            note(TappedLeg(self.url, path, headers, body))
+            note(TappedLeg(self.url, path, headers, joined(body)))
             return super().request(path, headers, body)
 
     return TappedClient

@@ -353,7 +353,7 @@ class DecodeLeg:
         if (shared := attempt.shared_id) is not None:
             parsed, own = parsed.named(shared), headers.named(shared)
         leg = self._resources.transfer.contract.decode(parsed, prompt, handle, attempt.dispatch)
-        return self._client.request(leg.route.path, own + leg.headers, leg.body)
+        return self._client.request(leg.route.path, own + leg.headers, leg.content)
 
     def _sink(self) -> Sink:
         """Return what gets the engine's answer: the relay, or what changes the answer on its way

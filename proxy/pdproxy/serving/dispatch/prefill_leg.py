@@ -299,7 +299,7 @@ class PrefillLeg:
         if dispatch.leg_id is not None:
             parsed, own = parsed.named(dispatch.leg_id), headers.named(dispatch.leg_id)
         leg = self._resources.transfer.contract.prefill(parsed, self._prompt, dispatch)
-        return self._client.request(leg.route.path, own + leg.headers, leg.body)
+        return self._client.request(leg.route.path, own + leg.headers, leg.content)
 
     async def _in_time(self, seconds: float) -> Answer | Handle:
         """Send the request. Return the answer, or the handle if a notice has brought that first.

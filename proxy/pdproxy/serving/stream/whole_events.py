@@ -30,7 +30,7 @@ def whole_events(share: BudgetShare, read: bytes) -> bytes:
             # not searched again before its event is whole: each byte of it is copied once
             share.add(read)
             return b""
-        read = share.take() + read
+        read = share.take(read)
     if read.endswith(sse.END):
         return read
     size = sse.whole_size(read)
