@@ -38,6 +38,10 @@ PULLS = {
     "the first is the dearest": (0.02, 0.001, 1e-6),
 }
 FIELDS = ("pull_s", "further_pull_s", "pull_token_s")
+TRIES = 3
+"""How often simulated engines are measured in real time: on a busy machine the command may say that
+what it has measured is not enough for one of the terms.
+"""
 
 
 def with_pulls(pull: float, further: float, per_token: float) -> Hardware:
@@ -244,19 +248,22 @@ def test_a_simulated_pair_behind_the_proxy(
             "--out",
             str(out),
         ]
-        code = main(
-            [
-                *line,
-                "--max-num-seqs",
-                "8",
-                "--max-num-batched-tokens",
-                "2048",
-                "--max-seconds",
-                "40",
-            ]
-        )
+        for _ in range(TRIES):
+            code = main(
+                [
+                    *line,
+                    "--max-num-seqs",
+                    "8",
+                    "--max-num-batched-tokens",
+                    "2048",
+                    "--max-seconds",
+                    "40",
+                ]
+            )
+            shown = capsys.readouterr()
+            if "resampled" not in shown.err:
+                break
         pulls = d.engine.stats.transferred_bytes.counts
-    shown = capsys.readouterr()
     assert (code, shown.err) == (0, "")
     assert sum(pulls) > 10
     profile = load(str(out))
