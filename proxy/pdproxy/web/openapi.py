@@ -98,6 +98,7 @@ _OF_CONNECTION = {
 _OF_ENGINES = {
     400: "The request is wrong",
     401: "No valid API key",
+    403: "The engine was started without this route",
     404: "No engine has the model, or the route",
     408: "The request came too slowly",
     413: "The body is too large",
