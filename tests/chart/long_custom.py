@@ -1,9 +1,9 @@
 """The objects of the chart that Kubernetes itself does not know have only fields that exist: the
-types of the Gateway API and of Prometheus' operator say so, as TypeScript has them. There are none
-of LeaderWorkerSets.
+types of the Gateway API and of Prometheus' operator say so, as TypeScript has them.
 """
 
 # Needs node's packages in the folder that PDPROXY_TEST_TYPES names: `.ci/full chart` installs them.
+# They have no types of LeaderWorkerSets.
 
 from __future__ import annotations
 
