@@ -193,6 +193,14 @@ async def test_the_tokenizer_is_described_only_with_the_flag(sim):
         assert (answer.status, answer.json["tokenizer_class"]) == (200, "Tokenizer")
 
 
+async def test_fields_of_a_chat_that_tokenizing_does_not_read_may_be_anything(sim):
+    messages = user("a")
+    plain = (await ask(sim.port, post("/tokenize", messages=messages))).answer
+    odd = post("/tokenize", messages=messages, n=[], max_tokens="b")
+    answer = (await ask(sim.port, odd)).answer
+    assert (answer.status, answer.json) == (plain.status, plain.json) == (200, plain.json)
+
+
 async def test_a_client_that_leaves_a_batch_ends_it():
     slow = msgspec.structs.replace(FAST.hardware, speed=1, decode_step_s=30)
     async with SimServer(msgspec.structs.replace(FAST, hardware=slow)) as sim:

@@ -374,7 +374,8 @@ def _add(
 def _tokenized(engine: SimEngine, body: TokenizeBody, date: Callable[[], str]) -> Response:
     check_model(body.model, engine)
     if body.messages is not None:
-        given = body.model_dump(exclude_unset=True, by_alias=True)
+        own = set(TokenizeBody.model_fields)  # it takes what else is there, and reads none of it
+        given = body.model_dump(exclude_unset=True, by_alias=True, include=own)
         ids = chat_prompt(
             engine, ChatBody.model_validate({**given, "messages": body.messages}), date
         ).ids
