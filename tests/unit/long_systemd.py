@@ -150,8 +150,9 @@ def test_up_runs_is_reloaded_comes_back_and_ends(folder: Path) -> None:
         .replace("/var/lib/pdproxy", str(folder))
         .replace("/etc/pdproxy/up", str(options))
         .replace("User=pdproxy", f"User=root\nStandardOutput=file:{folder}/said")
-        # where the interpreter of the tests may be
+        # where the interpreter of the tests may be: a home, or /tmp
         .replace("ProtectHome=yes", "ProtectHome=read-only")
+        .replace("PrivateTmp=yes", f"PrivateTmp=yes\nBindReadOnlyPaths={sys.prefix}")
         # of a whole system nothing else is started
         .replace("[Unit]", "[Unit]\nDefaultDependencies=no")
         .replace("Wants=network-online.target\n", "")
